@@ -185,8 +185,10 @@ class Snapshot:
     """
 
     def __init__(self, agent: Any, pipes: dict | None = None):
+        # `encode` copies the tensors to host memory.
         tensors: dict = {}
-        self.state, self.pipes = decode(encode((agent.state_dict(), pipes), tensors), tensors)
+        encoded = encode((agent.state_dict(), pipes), tensors)
+        self.state, self.pipes = decode(encoded, tensors)
 
     def state_dict(self) -> dict:
         return self.state

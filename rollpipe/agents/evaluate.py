@@ -163,8 +163,8 @@ class _CutOff(gym.Wrapper):
 class _Cutter(EnvFactory):
     """A factory of environments whose episodes are cut off after `max_steps` steps.
 
-    They go to the list `limited`, one after another. A vector stays as it is, and is not in the
-    list. It raises `EnvError` if it `must_cut`.
+    It appends each of them to the list `limited`. The episodes of a vector cannot be cut off. With
+    `must_cut`, a vector raises `EnvError`. Otherwise it stays as it is, and is not in the list.
     """
 
     takes_seed = True
@@ -208,7 +208,7 @@ def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
             rows.add(tick, tick.valid & (sums.count < quota))
         sums.add(tick.next.rew, tick.valid)
 
-        # Environments that have done their part play on, and their episodes do not count.
+        # Environments that have finished their quota play on, and their episodes do not count.
         for b, ret, length in sums.end(tick.next.fin & tick.valid):
             if sums.count[b] <= quota[b]:
                 yield b, ret, length, bool(tick.term[b])
@@ -282,7 +282,7 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
 def _why_alone(factories, close):
     """Which environments of a list do not work side by side, and why; None: all do.
 
-    A test closes its own, so `close=False` forbids it.
+    A test makes environments and closes them. So without `close` nothing is tested.
     """
     single = [factory for factory in factories if isinstance(factory, EnvFactory) and close]
     count_of = Counter(factory.key for factory in single)
@@ -379,7 +379,8 @@ def evaluate(
         window = Window(sources[0], close)
         sources = [window, *sources[1:]]
 
-    # A source that stands at several places stays one, because it may make a vector.
+    # A source that stands at several places gets one cutter, because `EnvStepper` takes a vector
+    # only if all places have the same source.
     limited: list[_CutOff] = []  # the environments whose episodes are cut off
     if on_limit != "raise":
         must_cut = on_limit == "cut"
@@ -398,7 +399,7 @@ def evaluate(
         close=close,
         device=device,
     )
-    stepper.reads_last_obs = False
+    stepper.reads_last_obs = False  # so vectors that lose last observations are not refused
 
     # Play. Environments may draw from the global generators, which have states of their own here.
     episodes_of = [[] for _ in quota]  # (return, length, terminated, cut off) of each episode
@@ -414,7 +415,8 @@ def evaluate(
             if on_episode:
                 on_episode(ret, length)
 
-    # Afterwards, because the first environments of a factory are those of the evaluation.
+    # The user's choice of environments is tested after the evaluation, because the test makes some,
+    # and the first environments of a factory are to be those of the evaluation.
     if n_envs is not None or isinstance(env, (list, tuple)):
         why = _why_alone(factories, close)
         if why:
@@ -503,7 +505,8 @@ class RandomActor(Actor):
         mask = None
         if action_mask is not None:
             mask = ActionMask.of(action_mask, *spaces, cls.__name__)
-        actor = cls(spaces[1], seed, mask)
+        _, action_space = spaces
+        actor = cls(action_space, seed, mask)
 
         # Copies, because an environment draws from its own spaces.
         actor.observation_space, actor.action_space = copy.deepcopy(spaces)
@@ -526,7 +529,7 @@ class RandomActor(Actor):
             space.seed(int(torch.randint(2**31, ())))
         actions = [nested.map(np.asarray, space.sample()) for _ in range(fin.numel())]
 
-        # An action that is not allowed is drawn again.
+        # An action that is not allowed is drawn again. `masks` has one row for each action.
         mask = self.action_mask
         if mask is not None:
             flat = nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])

@@ -111,8 +111,9 @@ class Distillation(ForSpaces, nn.Module):
         target = Features(observation_space, hidden, n_out, encoder)
         self.target = target.requires_grad_(False)
 
-        # The predictor is deeper, so that it is able to learn the target.
-        deeper = (*hidden, *hidden[-1:] * 2)
+        # The predictor is deeper, so that it is able to learn the target: its last layer is there
+        # three times.
+        deeper = (*hidden, *hidden[-1:], *hidden[-1:])
         self.predictor = Features(observation_space, deeper, n_out, encoder)
 
     def forward(self, obs: Any) -> Tensor:
@@ -242,7 +243,8 @@ class Novelty:
             error = errors[:, columns].double()
             lane_valid = valid[:, columns]
 
-            # The sums continue those of the lane's last fragment.
+            # The sums continue those of the lane's last fragment. They pass steps that are not
+            # valid unchanged.
             before = self.sums.get(lane)
             if before is None or len(before) != error.shape[1]:
                 before = torch.zeros_like(error[0])

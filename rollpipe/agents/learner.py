@@ -35,7 +35,7 @@ from ..pipes.graph.modules import bump_version, few_threads, version_of
 from ..pipes.workers.entry import keep_freed_memory
 
 # %% ../../nbs/agents/07_learner.ipynb #a8950165
-# The square of a larger number is infinite; as float16 it is infinite itself.
+# The square of a larger float32 is infinite. No finite float16 is larger.
 LARGEST = torch.finfo(torch.float32).max ** 0.5
 
 
@@ -299,10 +299,10 @@ class LearnerState(Changing):
         return lacking
 
     def adopt(self) -> None:
-        """Let an optimiser train the networks of one's own.
+        """Let an optimiser train the networks of one's own that no optimiser has.
 
-        Here there is none that could, so this raises `DataError` for a network that is in no
-        optimiser. `GradientLearner` adds them to its `optimizer`.
+        `GradientLearner` adds them to its `optimizer`. This base has no optimiser that could train
+        them, so it raises `DataError` for the first of them.
         """
         for name in self.untrained():
             attribute = f"self.{name.partition('.')[0]}_optimizer"
@@ -338,7 +338,8 @@ class LearnerState(Changing):
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned.
 
-        An average of the policy that is not in it begins with the weights that are.
+        If the state has no average of the policy, that of the learner begins with the weights of
+        the state.
 
         Raises `DataError` if the learner lacks a part of the state, or the state a part of the
         learner.
@@ -496,14 +497,18 @@ class ScheduledLearner(LearnerState):
             if not name:
                 continue
 
-            # A constant rate is the option. One with a schedule of its own is set before the next
-            # update. One that falls by `decay_steps` begins at the option, its `initial_lr`.
-            changes = name in self.schedules or self.decay_steps and self.decay_of_rate(group)
-            if not changes:
+            # A rate with a schedule of its own is set before the next update. One that falls by
+            # `decay_steps` does so from its `initial_lr` on. All others are constant.
+            has_schedule = name in self.schedules
+            decays = bool(self.decay_steps) and self.decay_of_rate(group) is not None
+            if not has_schedule and not decays:
                 group.pop("initial_lr", None)
+
+            # The option takes the place of the rate in the state. A group without `initial_lr` has
+            # not been set for an update yet, and begins with its `lr`.
             if "initial_lr" not in group:
                 group["lr"] = getattr(self, name)
-            elif name not in self.schedules:
+            elif not has_schedule:
                 group["initial_lr"] = getattr(self, name)
 
 # %% ../../nbs/agents/07_learner.ipynb #91cfde47
@@ -557,16 +562,16 @@ class Learner(ScheduledLearner):
             seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done
         )
 
-    def begin(self, batch: Fragment, may_rest: bool = False) -> dict:
-        """Check a batch, and set the learning rates for it.
+    def begin(self, batch: Fragment, may_be_empty: bool = False) -> dict:
+        """Check a batch, and set the learning rates for it. Returns metrics.
 
-        Returns metrics. One that `may_rest` may have no valid row: it is only counted.
+        With `may_be_empty`, a batch without a valid row is no error. Its leaves are not checked.
         """
         needs: list[str] = list(self.batch_needs)
         if "adv" in needs and self.critic is not None:
             needs.append("ret")
         self.adopt()
-        if not may_rest or batch.valid.any():
+        if not may_be_empty or batch.valid.any():
             self.check(batch, *needs)
         ranks.check_batches(batch, type(self).__name__)
         return self.provenance(batch) | self.set_rates()

@@ -118,12 +118,12 @@ class Linearization:
 
     def jvp(self, tangent: Tensor) -> Any:
         "Jv for the `tangent` v [D], with the structure and the shapes of `outputs`."
-        at, pulled = self._transposed()
+        c, vjp_of_c = self._transposed()
         values: list[Tensor | None] = [None] * len(nested.leaves(self.outputs))
 
-        # J'c is linear in c, so its derivative along v is Jv, at any c.
-        if pulled.requires_grad:
-            products = _grad([pulled], [tangent], at, retain_graph=True)
+        # J'c is linear in c. So the gradient of (J'c)'v with respect to c is Jv, at any c.
+        if vjp_of_c.requires_grad:
+            products = _grad([vjp_of_c], [tangent], c, retain_graph=True)
             for i, product in zip(self._live, products):
                 values[i] = product
         return _replace_leaves(self.outputs, values)
@@ -135,10 +135,10 @@ class Linearization:
         """
         if self._transpose is None:
             with torch.enable_grad():
-                at = [torch.zeros_like(x, requires_grad=True) for x in self._graph]
-                grads = _grad(self._graph, at, self._params, create_graph=True)
+                c = [torch.zeros_like(x, requires_grad=True) for x in self._graph]
+                grads = _grad(self._graph, c, self._params, create_graph=True)
                 grads = _with_zeros(grads, self._params)
-                self._transpose = at, torch.cat([g.reshape(-1) for g in grads])
+                self._transpose = c, torch.cat([g.reshape(-1) for g in grads])
         return self._transpose
 
     def gradient(self, objective: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
@@ -146,10 +146,11 @@ class Linearization:
 
         It takes no further forward pass.
         """
+        # By the chain rule, J' times the gradient of the objective with respect to the outputs
         with torch.enable_grad():
-            at = nested.map(lambda x: x.detach().requires_grad_(), self.outputs)
-            value = objective(at)
-            cotangents = grad(value, nested.leaves(at), allow_unused=True)
+            outputs = nested.map(lambda x: x.detach().requires_grad_(), self.outputs)
+            value = objective(outputs)
+            cotangents = grad(value, nested.leaves(outputs), allow_unused=True)
         return value.detach(), self.vjp(_replace_leaves(self.outputs, cotangents))
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
@@ -178,7 +179,7 @@ def fisher_product(
         with torch.no_grad():
             cotangent = metric(lin.outputs, lin.jvp(v))
 
-        # One number may come last, where it is cheapest.
+        # One number is a factor of the product, and multiplies the vector [D], which is cheapest.
         if not isinstance(weights, Tensor):
             return lin.vjp(cotangent) * weights
         return lin.vjp(nested.map(weighted, cotangent))
@@ -308,8 +309,8 @@ def score_layers(
         if g is None:
             continue
 
-        # Each of the m rows must have passed the layer exactly once: x is [m, n_in] and g is
-        # [m, n_out], where the weight has n_out * n_in entries.
+        # Each of the m rows must have passed the layer exactly once. Then x has m * n_in entries,
+        # and g has m * n_out, where the weight has n_out * n_in.
         x = call.out.new_ones(m, 1) if call.x is None else call.x.detach()
         n_in = x.shape[-1]
         if x.numel() != m * n_in or g.numel() * n_in != m * call.weight.numel():

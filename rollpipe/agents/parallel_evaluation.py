@@ -103,7 +103,7 @@ def serve(link: Any, *args: Any) -> None:
         *args: arguments of `Evaluator`
     """
     evaluator = Evaluator(*args)
-    while link.recv() is not None:
+    while link.recv() is not None:  # None ends the loop
         link.send(evaluator())
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #9d98724a
@@ -247,7 +247,7 @@ class EvaluationProcess:
             raise self.error
 
     def _restart_patience(self):
-        "Note that the process has just sent something, or had no reason to."
+        "Begin to wait anew: the process has just sent something, or it had no request."
         self.heard = time.monotonic()
         self.patience = self.worker.patience(self.silence)
 
@@ -259,7 +259,10 @@ class EvaluationProcess:
         except Exception as e:
             self._lost(e)
             return
-        [self.asked] = self.publisher.versions()
+
+        # The publisher has one actor, so one version.
+        [version] = self.publisher.versions()
+        self.asked = version
 
     def _listen(self, timeout=0.0):
         "Read the messages of the process; wait at most `timeout` seconds for the first one."
@@ -273,7 +276,7 @@ class EvaluationProcess:
                 if message is NOTHING:
                     continue
 
-                # An answer. The weights may have been published again since it was asked for.
+                # An answer. If weights were published after it was asked for, the next one is due.
                 publication, answer = message
                 self.asked = None
                 self.answers.append(answer)

@@ -86,6 +86,7 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
     for name, value in values.items():
         if is_between(value, low, high):
             continue
+        # The default of `high` allows every finite number.
         limit = f"< {inf}" if high == float_info.max else f"<= {high}"
         raise DataError(
             f"{_name_of(owner)}: out of range",
@@ -151,7 +152,9 @@ def integer(
 
 
 def flag(default: bool, changes: Change = "never") -> Any:
-    """A field of a dataclass whose value is True or False. Any other text would count as True.
+    """A field of a dataclass whose value is True or False, and nothing else.
+
+    A text such as 'no' would count as True, so it is refused.
 
     Args:
         default: value if none is given
@@ -211,6 +214,8 @@ def check_option(owner: Any, name: str, value: Any) -> Any:
 
     Args:
         owner: the object that has the options, or its class
+        name: name of the option; an attribute that is no option may have any value
+        value: the value to check
     """
     cls = owner if isinstance(owner, type) else type(owner)
     declared = _declared(cls)
@@ -229,10 +234,13 @@ def check_options(owner: Any) -> None:
 
 
 def split_annotation(parameter: inspect.Parameter) -> tuple[str, str]:
-    """The annotation of a parameter as text, and when it may change; '' if it does not say so.
+    """The annotation of a parameter as text, and when the parameter may change.
+
+    The annotation `Annotated[float, "between updates"]` gives 'float' and 'between updates'. A
+    plain `float` does not say when, so it gives 'float' and ''.
 
     Args:
-        parameter: one that says it is annotated as `Annotated[float, "between updates"]`
+        parameter: a parameter of a signature
     """
     annotation = parameter.annotation
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -57,14 +57,14 @@ def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
     with torch.no_grad():
         _, hx = net.values(first_rows, fragment.hx)
 
-    def rest(x):
+    def from_row_n(x):
         return x[n:]
 
-    def later(final):
+    def ends_from_row_n(final):
         final = nested.getitem(final, final.t >= n)
         return final._replace(t=final.t - n)
 
-    return fragment._replace(hx=hx).map(rows=rest, steps=rest, final=later)
+    return fragment._replace(hx=hx).map(rows=from_row_n, steps=from_row_n, final=ends_from_row_n)
 
 # %% ../../nbs/agents/13_td.ipynb #e82f0853
 def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
@@ -82,7 +82,8 @@ def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
     size = error.abs()
     inner = size.clamp(max=limit)
 
-    # Not `torch.where`: the branch not taken would have the gradient 0 * inf for large limits.
+    # Within the limit this is `size²`, beyond it `limit (2 size - limit)`. With `torch.where`, the
+    # branch not taken would have the gradient 0 * inf for large limits.
     return inner * (2 * size - inner)
 
 
@@ -126,6 +127,7 @@ def _both_values(rows, fragment, method, actor, target, double, burn_in):
     if double and not nested.leaves(rows.hx):
         return _values_reached(rows, method, target, actor)
 
+    # With memory, each network has one of its own at the first row that is trained on.
     if target is None:
         (q_next,) = _values_reached(rows, method, actor)
     else:
@@ -172,7 +174,7 @@ def td_targets(
         bonus: bonuses of the states reached, in addition to their values, float32 [T, B]
     """
     rew = fragment.state.rew[1:]
-    discount = gamma * ~fragment.term[1:]
+    discount = gamma * ~fragment.term[1:]  # 0 where an episode terminated
     has_no_value = fragment.term[1:] | ~fragment.valid
     if bonus is not None:
         rew = rew + discount * bonus.masked_fill(has_no_value, 0.0)
@@ -228,7 +230,8 @@ def td_loss(
     before, after = timeshift(fill_invalid(rows).state)
     q, memory = getattr(actor, method)(nested.as_seen(before), rows.hx)
 
-    # Steps of a recording come without memories, so that of the network begins empty.
+    # Steps of a recording come without memories, so that of the network begins empty. Single steps
+    # are refused then, because it would learn nothing.
     if not nested.leaves(rows.hx):
         if nested.leaves(memory):
             check_segments(rows)
@@ -342,7 +345,7 @@ def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:
     Args:
         errors: errors [T, B] of the rows that were trained on, without the burn-in
         valid: bool [T, B]
-        eta: weight of the greatest error; the mean error has the rest
+        eta: weight of the largest error; `1 - eta` is the weight of the mean error
     """
     size = errors.abs().masked_fill(~valid, 0.0)
     n_valid = valid.sum(0).clamp(min=1)

@@ -90,11 +90,13 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
     n_steps, n_envs = fragment.valid.shape
     n_rows = n_steps + 1
 
-    # Each row moves down by the number of rows that are inserted above it.
-    is_last = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=device)
-    is_last = is_last.index_put((t, b), torch.ones_like(t))
-    row = torch.arange(n_rows, device=device).unsqueeze(1) + is_last.cumsum(0) - is_last
-    n_spliced = n_rows + int(is_last.sum(0).max())
+    # After row `t` of each end, a row is inserted. So each row moves down by the number of ends in
+    # the rows above it: `cumsum` also counts the row itself, which is subtracted.
+    n_inserted = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=device)
+    n_inserted = n_inserted.index_put((t, b), torch.ones_like(t))
+    n_inserted_above = n_inserted.cumsum(0) - n_inserted
+    row = torch.arange(n_rows, device=device).unsqueeze(1) + n_inserted_above
+    n_spliced = n_rows + int(n_inserted.sum(0).max())
     columns = torch.arange(n_envs, device=device)
 
     def insert(x, last):
@@ -125,8 +127,10 @@ def next_outputs(
 
     # Without last observations, the states reached are the next rows.
     if not len(fragment.final.t):
-        return timeshift(net(nested.as_seen(fragment.state), fragment.hx))[1]
+        _, next_rows = timeshift(net(nested.as_seen(fragment.state), fragment.hx))
+        return next_rows
 
+    # A memory needs all states in the order of time, last observations among them.
     state, row = spliced(fragment)
     outputs = net(nested.as_seen(state), fragment.hx)
     columns = torch.arange(row.shape[1], device=row.device)
@@ -144,10 +148,10 @@ def fill_invalid(fragment: Fragment) -> Fragment:
     if len(invalid) == fragment.valid.numel():
         raise DataError("no valid row in the fragment", leaf="valid")
     t, b = invalid.unbind(1)
-    t_0, b_0 = fragment.valid.nonzero()[0]
+    t_first, b_first = fragment.valid.nonzero()[0]
 
     def filled(tree, row):
-        return nested.map(lambda x: x.index_put((t + row, b), x[t_0 + row, b_0]), tree)
+        return nested.map(lambda x: x.index_put((t + row, b), x[t_first + row, b_first]), tree)
 
     # The observation of step t is in row t, and its action in row t + 1.
     state = fragment.state
@@ -191,7 +195,8 @@ def lane_restarts(fragment: Fragment) -> dict:
     else:
         lanes = fragment.lane.tolist()
 
-    # Columns of one lane may be of different age: the greatest number of a lane counts.
+    # Columns of one lane may be of different age: its largest number counts, which comes last in
+    # the sorted pairs, and so stays in the dict.
     restarts_of_lane = dict(sorted(zip(lanes, fragment.restarts.tolist())))
     return dict(lane_restarts=sum(restarts_of_lane.values()))
 

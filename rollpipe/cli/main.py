@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..agents.shared_options import summary_of
 from ..pipes.data.errors import PipeError
@@ -147,15 +147,15 @@ def _add_folders(parser):
     parser.add_argument("--jobs", type=int, metavar="N", help="number of these runs at a time [1]")
 
 # %% ../../nbs/cli/00_main.ipynb #4e3b64f2
-# Only of `train`
+# Options of a command that makes runs, which the others lack
 _OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard --wandb".split()
-# Of `train` with `--resume`
+# Options that `train` takes beside `--resume`
 _OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
 
 
-def _add_comparisons(command):
-    "Add the commands that compare the numbers of trainings, and those that look into one."
-    # Two runs
+def _add_commands_for_runs(command):
+    "Add the commands that compare, repeat, fork, edit or watch runs that exist."
+    # Compare two runs
     sub = command("diff", diff_command)
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
     sub.add_argument(
@@ -164,7 +164,7 @@ def _add_comparisons(command):
         help="make the first update that differs once more in both, and tell both numbers",
     )
 
-    # Updates that are made once more
+    # Repeat updates
     sub = command("verify", verify_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument(
@@ -189,7 +189,7 @@ def _add_comparisons(command):
         help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error",
     )
 
-    # What is recorded
+    # Show what is recorded
     sub = command("data", data_command)
     sub.add_argument(
         "recording", metavar="RECORDING", help="folder of a recording, or of a run that records"
@@ -200,7 +200,7 @@ def _add_comparisons(command):
         help="picture of the distribution to write, too, such as .svg or .png",
     )
 
-    # Another run that begins within this one
+    # Begin another run at an update of this one
     sub = command("fork", fork_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
     sub.add_argument(
@@ -234,7 +234,7 @@ def _add_comparisons(command):
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
 
-    # Those with modules of their own
+    # Fork with parts left out, edit a run that goes on, and watch runs
     add_ablate(command("ablate", ablate_command))
     add_edit(command("edit", edit_command))
     command("live", live_command).add_argument(
@@ -242,16 +242,31 @@ def _add_comparisons(command):
     )
 
 
-def _parent_parsers():
-    """Parsers of shared options.
+class _ParentParsers(NamedTuple):
+    """Parsers of options that several commands share. All have the general ones.
 
-    They are for all commands, for a trained policy, for playing it, for building a training, for
-    running it, and for the training of the demo.
+    Args:
+        general: the options of all commands
+        policy: for a trained policy
+        playing: for playing it
+        settings: for building a training
+        training: for running it
+        demo: for the training of the demo
     """
-    debug = general_options()
+
+    general: Parser
+    policy: Parser
+    playing: Parser
+    settings: Parser
+    training: Parser
+    demo: Parser
+
+
+def _parent_parsers():
+    general = general_options()
 
     # A trained policy
-    policy = Parser(add_help=False, parents=[debug])
+    policy = Parser(add_help=False, parents=[general])
     policy.add_argument(
         "run",
         metavar="RUN",
@@ -264,7 +279,7 @@ def _parent_parsers():
     )
 
     # A training that is built
-    settings = Parser(add_help=False, parents=[debug])
+    settings = Parser(add_help=False, parents=[general])
     add_options(settings, [o for o in TYPED_OPTIONS if o.name in COMMON], grouped=False)
 
     # A training that runs: what it shows and logs
@@ -295,10 +310,10 @@ def _parent_parsers():
         default=argparse.SUPPRESS,
         help="log no longer to Weights & Biases",
     )
-    common = Parser(add_help=False, parents=[settings, logs])
+    training = Parser(add_help=False, parents=[settings, logs])
 
     # The demo collects in its own process.
-    demo = Parser(add_help=False, parents=[debug, logs])
+    demo = Parser(add_help=False, parents=[general, logs])
     of_demo = [option for option in TYPED_OPTIONS if option.name in ("steps", "device")]
     add_options(demo, of_demo, grouped=False)
 
@@ -316,7 +331,14 @@ def _parent_parsers():
     playing.add_argument(
         "--sample", action="store_true", help="draw actions, instead of taking the most likely one"
     )
-    return debug, policy, playing, settings, common, demo
+    return _ParentParsers(
+        general=general,
+        policy=policy,
+        playing=playing,
+        settings=settings,
+        training=training,
+        demo=demo,
+    )
 
 # %% ../../nbs/cli/00_main.ipynb #6d236568
 def _timed(settings, seconds, meaning, svg=False):
@@ -471,11 +493,11 @@ def _add_demo(parser):
 def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
-    debug, policy, playing, settings, common, demo = _parent_parsers()
-    parser, commands = top_parser(debug)
+    parents = _parent_parsers()
+    parser, commands = top_parser(parents.general)
     parser.set_defaults(parser=parser)
 
-    def command(name, function, parent=debug):
+    def command(name, function, parent=parents.general):
         sub = commands.add_parser(
             name, parents=[parent], help=COMMANDS[name], description=COMMANDS[name]
         )
@@ -483,14 +505,14 @@ def build_parser() -> Parser:
         return sub
 
     # Train
-    sub = command("train", train_or_experiment, common)
+    sub = command("train", train_or_experiment, parents.training)
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
-    add_algorithms(sub, common, runs=True)
+    add_algorithms(sub, parents.training, runs=True)
 
     # Play a trained policy
-    sub = command("evaluate", evaluate_command, playing)
+    sub = command("evaluate", evaluate_command, parents.playing)
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
     sub.add_argument(
         "--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4"
@@ -505,7 +527,7 @@ def build_parser() -> Parser:
         help="environments side by side "
         "[at most 8; 1 if a test finds that they disturb one another]",
     )
-    sub = command("watch", watch_command, playing)
+    sub = command("watch", watch_command, parents.playing)
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
     sub.add_argument(
         "--record",
@@ -514,14 +536,14 @@ def build_parser() -> Parser:
     )
 
     # Hand it to others
-    sub = command("export", export_command, policy)
+    sub = command("export", export_command, parents.policy)
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument(
         "--out",
         metavar="FILE",
         help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]",
     )
-    _add_pack(command("pack", pack_command, policy))
+    _add_pack(command("pack", pack_command, parents.policy))
 
     # Pictures of runs, and of a pipeline
     sub = command("plot", plot_command)
@@ -532,19 +554,19 @@ def build_parser() -> Parser:
         help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
     )
     add_options(sub, PLOT_OPTIONS)
-    add_algorithms(command("graph", graph_command), settings)
+    add_algorithms(command("graph", graph_command), parents.settings)
     add_algorithms(
         command("profile", profile_command),
-        _timed(settings, 3, "how long it is measured", svg=True),
+        _timed(parents.settings, 3, "how long it is measured", svg=True),
     )
 
-    # Comparisons, searches, many runs, lists
-    _add_comparisons(command)
-    _add_searches(command, settings)
+    # Runs that exist, searches, many runs, lists
+    _add_commands_for_runs(command)
+    _add_searches(command, parents.settings)
     _add_bench(command("bench", bench_command))
     _add_report(command("report", report_command))
     _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))
-    _add_demo(command("demo", demo_command, demo))
+    _add_demo(command("demo", demo_command, parents.demo))
     return parser
 
 # %% ../../nbs/cli/00_main.ipynb #6247b603
@@ -597,7 +619,8 @@ def main(argv: list | None = None) -> int:
             parser.print_help()
             return 0
 
-        # Run; argparse keeps the modules of one place, where they are at several.
+        # Run. `--import` may stand before and after the name of the command, but argparse keeps
+        # the modules of one of these places alone.
         args.words = words
         args.imports = modules
         if hasattr(args, "run"):
@@ -606,11 +629,14 @@ def main(argv: list | None = None) -> int:
         sys.stdout.flush()
         return 0
     except (KeyboardInterrupt, Interrupted) as e:
+        # An `Interrupted` has the number of its signal and a text, Ctrl-C alone neither.
         number = e.args[0] if e.args else signal.SIGINT
         text = e.args[1] if len(e.args) > 1 else "interrupted"
         print(f"\n{text}", file=sys.stderr)
         return 128 + int(number)
     except USER_ERRORS as e:
+        # A pipe such as `| head` has closed. What is left to print goes nowhere, because Python
+        # would fail once more when it ends.
         if isinstance(e, BrokenPipeError) and nobody_reads():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -637,9 +663,9 @@ def _flags(args):
 
 
 def _as_typed(args, words, leaf):
-    """The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`.
+    """The leaf of an error. If it is an option, then as it is typed, such as `--lr` or `--set lr`.
 
-    A key of a file may have the name of a flag.
+    A flag of the command counts only if it was typed, because a key of a file may have its name.
     """
     if any(word.startswith(f"{leaf}=") for word in getattr(args, "set", ())):
         return f"--set {leaf}"
@@ -675,6 +701,8 @@ def _refuse_changes(words):
 def _explain_unknown(args, word):
     "What a user may mean by a word that the command does not know."
     name = word.split("=")[0].replace("--no-", "--")
+
+    # After ALGO ENV, a word that is no flag is probably the second one of an option.
     if hasattr(args, "algorithm") and word[:1] != "-":
         return f"unknown argument {word}; an option takes one word, such as --hidden 64,64"
     if args.command == "train" and name == "--resume":

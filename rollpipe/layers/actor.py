@@ -106,11 +106,13 @@ def _as_batch(obs, space):
     Raises:
         DataError: a number is not finite, or not in the space.
     """
-    # An observation of several environments has one dimension more than the space says.
+    # An observation of several environments has one dimension more than the space says. All others
+    # are read as one observation, so that `read_obs` says what is wrong with them.
     like = space_spec(space, "obs")
     leaves = nested.leaves(in_containers(obs, like, as_like))
     ndim_of_one = nested.leaves(like)[0].ndim
-    is_single = not leaves or np.ndim(leaves[0]) != ndim_of_one + 1
+    is_batch = len(leaves) > 0 and np.ndim(leaves[0]) == ndim_of_one + 1
+    is_single = not is_batch
     if is_single:
         batch = nested.map(lambda x: x[None], read_obs(obs, like))
     else:
@@ -254,9 +256,15 @@ class Actor(torch.nn.Module):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         for method, (positional, keywords) in cls._contract.items():
-            noisy = method == "forward" and hasattr(cls, "draw_noise")
-            if method in cls.__dict__ or (noisy and "draw_noise" in cls.__dict__):
-                check_signature(cls, method, positional, keywords + ("noise",) * noisy)
+            is_written_here = method in cls.__dict__
+
+            # With `draw_noise`, `forward` takes noise. A class that adds `draw_noise` may inherit a
+            # `forward` that does not.
+            if method == "forward" and hasattr(cls, "draw_noise"):
+                keywords = (*keywords, "noise")
+                is_written_here = is_written_here or "draw_noise" in cls.__dict__
+            if is_written_here:
+                check_signature(cls, method, positional, keywords)
 
     def step(
         self,
@@ -393,7 +401,8 @@ class Actor(torch.nn.Module):
                 virtual=False,
                 **noise,
             )
-        next_state = ActingState(inputs[0].cpu(), nested.map(Tensor.cpu, act), hx)
+        stepno = inputs[0]
+        next_state = ActingState(stepno.cpu(), nested.map(Tensor.cpu, act), hx)
 
         # The action as gymnasium takes it
         arrays = nested.map(lambda x: x[0].cpu().numpy(), act)

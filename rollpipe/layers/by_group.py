@@ -24,9 +24,12 @@ __all__ = ['CriticByGroup', 'ActorByGroup']
 
 # %% ../../nbs/layers/09_by_group.ipynb #5f710700
 class _Groups(nn.Module):
-    "One member for each group. `of[i]` is the group of agent number `i`."
+    """One member for each group. `of[i]` is the name of the group of agent number `i`.
 
-    group: Tensor
+    Groups are numbered in the order of `members`.
+    """
+
+    group: Tensor  # int64 [agents]: the number of the group of each agent
     members: Any  # a `ModuleDict`, whose items are actors or critics
 
     def __init__(self, members: dict, of: Sequence):
@@ -149,7 +152,7 @@ class ActorByGroup(_Groups, Actor):
         self.action_space = actors[0].action_space
 
         masks = {name: getattr(actor, "action_mask", None) for name, actor in members.items()}
-        self.action_mask = masks[next(iter(masks))]
+        self.action_mask = next(iter(masks.values()))
         if any(mask != self.action_mask for mask in masks.values()):
             raise DataError(
                 "the masks of the members differ",
@@ -192,7 +195,8 @@ class ActorByGroup(_Groups, Actor):
         virtual: bool,
         noise: Any = None,
     ) -> tuple:
-        # All members answer for all agents, because a batch of fixed size is one call.
+        # Each member answers for all agents in one call, so the size of its batch never changes.
+        # Then the answers for its own agents are selected.
         group = self.groups_of(obs)
         acts = {}
         memories = {}

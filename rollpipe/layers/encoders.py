@@ -77,6 +77,7 @@ class OneHot(_Integers):
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         n, start = _numbers(shape, n, start)
+
         # Feature k is 1 where integer number `owner[k]` is `values[k]`.
         n_out = int(n.sum())
         check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
@@ -109,6 +110,7 @@ class Bits(_Integers):
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         n, start = _numbers(shape, n, start)
+
         # Feature k is the bit `power[k]` of integer number `owner[k]`.
         n_bits = [max(int(k - 1).bit_length(), 1) for k in n]
         super().__init__(
@@ -146,8 +148,11 @@ class Embeddings(_Integers):
         size: int = 16,
     ):
         n, start = _numbers(shape, n, start)
-        # The row of an integer's value in `table`: the rows of the integers before it come first.
-        super().__init__(shape, offset=np.cumsum(n) - n - start)
+
+        # A value plus `offset` is its row in `table`, where the rows of the integers before come
+        # first.
+        n_rows_before = np.cumsum(n) - n
+        super().__init__(shape, offset=n_rows_before - start)
         total = int(n.sum())
         check_parameters(
             total * check_integer("size", size, pipe=self),

@@ -375,11 +375,11 @@ class RunningNorm(FastModule):
 
         Those where `valid` `[*lead]` is False are left out.
         """
-        new_moments = over_ranks(*moments(x, len(self.shape), valid))
-        if not new_moments[0]:
+        n_new, new_mean, new_var = over_ranks(*moments(x, len(self.shape), valid))
+        if not n_new:
             return
         count, mean, var = merge_moments(
-            self.count, self.mean.double(), self.var.double(), *new_moments
+            self.count, self.mean.double(), self.var.double(), n_new, new_mean, new_var
         )
 
         # Numbers that stay as they are get the mean 0, the variance 1 and no limits.
@@ -424,6 +424,8 @@ class PolicyAverage(nn.Module):
     @torch.no_grad()
     def update(self, actor: nn.Module) -> None:
         "Take in the weights of `actor` after one more update."
+        # The weight of the newest weights: first that of a plain mean, and then that of an
+        # exponential mean over about `n` updates.
         self.count += 1
         weight = max(1 / int(self.count), 2 / (self.n + 1))
         for average, newest in zip(self.policy.parameters(), actor.parameters()):

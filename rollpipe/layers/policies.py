@@ -134,6 +134,7 @@ class Policy(ForSpaces, Actor):
         collected the fragment, the result equals what the fragment recorded (where `valid`).
         """
         state = nested.map(lambda x: nested.as_seen(x[:-1]), fragment.state)
+
         # Without a `forward` of its own, the policy need not compute actions again.
         if type(self).forward is Policy.forward:
             _, _, info = self._answer_in(state, fragment.hx)
@@ -301,7 +302,8 @@ def _center_and_half_range(space, owner):
     low = space.low.astype(np.float64)
     high = space.high.astype(np.float64)
 
-    # Bounds that are infinite or too large are refused below.
+    # Bounds that are infinite or too large are refused below, and so are those between which there
+    # is no second float32.
     with np.errstate(over="ignore", invalid="ignore"):
         center = (low / 2 + high / 2).astype(np.float32)
         half = (high / 2 - low / 2).astype(np.float32)
@@ -432,6 +434,7 @@ class SquashedGaussian:
         "Actions `[*lead, *shape]` and their log-densities `[*lead]`, both with gradients."
         normal = self.normal
         u = normal.sample(params, noise)
+
         # As `log_prob`: the density of `u`, the slope of `tanh` and the volume of the box, with one
         # sum for the first two. The surprise is minus the log-density of `u`, up to a constant.
         surprise = params.log_std + 0.5 * noise.square()
@@ -506,7 +509,9 @@ class BoundedActor(Torso, Actor):
         noise: Any = None,
     ) -> tuple:
         position = self.position(self.hidden_features(obs), noise)
-        # The distribution function of the normal noise makes it uniform between -1 and 1.
+
+        # Instead of it a random position: the distribution function of normal noise, scaled to
+        # [-1, 1], makes it uniform there.
         if noise is not None:
             uniform = torch.erf(noise * sqrt(0.5))
             position = torch.where(self._buffers["is_random"], uniform, position)

@@ -62,13 +62,14 @@ def pack_episodes(fin: Tensor) -> Packing:
     first_row = begins.nonzero()[:, 0]
     step = torch.arange(B * T, device=fin.device) - first_row[piece]
 
-    # Number the pieces again, the longest first.
+    # Number the pieces again, the longest first: old number -> new number.
     by_length = piece.bincount().argsort(descending=True, stable=True)
-    rank = torch.empty_like(by_length)
-    rank[by_length] = torch.arange(len(rank), device=fin.device)
-    piece = rank[piece]
+    new_number = torch.empty_like(by_length)
+    new_number[by_length] = torch.arange(len(new_number), device=fin.device)
+    piece = new_number[piece]
 
-    # The k-th rows of all pieces stand behind all earlier ones, in the order of the pieces.
+    # The k-th rows of all pieces stand behind the earlier rows of all pieces, in the order of the
+    # pieces. `offset` is where they begin. Positions are put into the order of the fragment's rows.
     sizes = step.bincount()
     offset = sizes.cumsum(0) - sizes
     position = (offset[step] + piece).view(B, T).t().flatten()
@@ -117,6 +118,7 @@ def scan(
     gates_of_steps = zip(*(g.split(sizes) for g in gates))
     memories = []
     for n, step_gates in zip(sizes, gates_of_steps):
+        # The shorter pieces, which come last, have ended.
         if n < len(_output(h)):
             h = map_memory(lambda h, n=n: h[:n], h)
         h = cell(*step_gates, h, *weights)
@@ -166,6 +168,7 @@ class Recurrent(nn.Module):
         super().__init__()
         if not span >= 2:
             raise ValueError(f"Expected span >= 2, got {span!r}")
+
         # Each layer maps its input and its memory to all gates, and adds two biases.
         n_gate_outputs = self.n_gates * check_integer("n_out", n_out, pipe=self)
         n_upper = check_integer("layers", layers, pipe=self) - 1
@@ -193,6 +196,7 @@ class Recurrent(nn.Module):
         hx: Any = None,
     ) -> tuple:
         T, B = x.shape[:2]
+
         # The memories before row 0
         if hx is None:
             hx = self.initial(x.new_zeros(self.layers, B, self.n_out))
@@ -230,7 +234,7 @@ class Recurrent(nn.Module):
             return zeros.index_copy(1, pieces.first, h)
 
         start = map_memory(by_piece, hx)
-        last = pieces.position[-B:]
+        last = pieces.position[-B:]  # positions of the last row of each environment
 
         # Layer by layer, the output `[T * B, n]` and the memories after the last row
         y = x.flatten(0, 1)[pieces.order]
@@ -388,6 +392,7 @@ class RecurrentTorso(Torso):
         if cell not in self.cells:
             known = " or ".join(map(repr, self.cells))
             raise ValueError(f"Expected cell {known}, got {cell!r}")
+
         # Besides the observation the network may see the last action, and a number for its reward.
         self.uses_past = past
         self.past_encoder = encoder_for(action_space, "action_space") if past else None
@@ -472,7 +477,8 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         hx: Any,
         stepno: Tensor,
     ) -> tuple:
-        return self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)[:2]
+        params, hx, _ = self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)
+        return params, hx
 
     def answer(
         self,

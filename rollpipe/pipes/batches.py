@@ -46,9 +46,9 @@ def _evaluate(critic, obs, actor):
         obs = critic.inputs(obs, actor)
     try:
         return critic(obs)
-    # A `view` needs contiguous observations, but those from worker processes may have other
-    # strides.
     except RuntimeError:
+        # Observations from worker processes may have strides of which a critic can make no `view`.
+        # So the critic is called once more, with contiguous copies.
         if all(x.is_contiguous() for x in nested.leaves(obs)):
             raise
         return critic(nested.map(Tensor.contiguous, obs))
@@ -149,6 +149,7 @@ class AdvantageBuffer(Pipe):
             on the rewards
     """
 
+    # What this class promises to those that read it, see `Pipe`
     reads = 1
     keeps_items = False
     any_strides = True
@@ -178,31 +179,40 @@ class AdvantageBuffer(Pipe):
         try:
             return self._estimate(fragment)
         except PipeError as e:
+            # The parts are tried one by one, for the error of the first that fails: it names one
+            # lane.
             parts = unstacked(fragment)
             if len(parts) > 1:
                 for part in parts:
-                    self._estimate(part)  # the error then names the lane of the part that fails
+                    self._estimate(part)
+
+                # They fail only together, so the error names all of their lanes.
                 lanes = [str(int(part.lane[0])) for part in parts]
                 e.lane = ", ".join(dict.fromkeys(lanes))
             raise
 
     def _estimate(self, fragment):
-        # The values of both ends of each step, and the advantages from them
+        # The values of both ends of each step
         lane = None if fragment.lane is None else int(fragment.lane[0])
         with located(pipe=self, lane=lane):
             v_t, v_tp1 = values(fragment, self.critic)
+
+        # The advantages from them. The discount of a step that terminates is 0.
         rew = fragment.state.rew[1:]
+        discount = self.gamma * ~fragment.term[1:]
         adv = returns.gae(
             rew,
             v_t,
             v_tp1,
-            self.gamma * ~fragment.term[1:],
+            discount,
             self.lam,
             cut=is_cut(fragment),
         )
+
         is_wrong = ~adv.isfinite()
         if is_wrong.any():
-            # A nan spreads to the rows before it, so one with a wrong input is named.
+            # A nan spreads to the rows before it, so a row whose own inputs are wrong is named, if
+            # there is one.
             culprits = is_wrong & ~(rew.isfinite() & v_t.isfinite() & v_tp1.isfinite())
             t, b = (culprits if culprits.any() else is_wrong).nonzero()[0].tolist()
             raise DataError(
@@ -235,7 +245,9 @@ class FragmentStacker(Pipe):
     """
 
     fusible = True
-    fusion: Any = None  # replaces the way in which the pipes above are read; None: as usual
+    # an object that reads the pipes above in another way, such as `passes.InPlace`: it has the
+    # methods `fits`, `stream` and `drawn`; None: they are read as usual
+    fusion: Any = None
 
     def __init__(self, pipe: IterDataPipe, n: int):
         super().__init__(pipe)
@@ -259,14 +271,19 @@ class FragmentStacker(Pipe):
         return self.fusion is None or not self.fits(self)
 
     def _open(self):
-        return (
-            super()._open() if self._is_plain() else iter(())
-        )  # a fusion itself opens the pipes above
+        if self._is_plain():
+            return super()._open()
+        return iter(())  # because the fusion itself opens the pipes above
 
     def __repr__(self):
         return short_repr(self) if self._is_plain() else self.fusion.drawn(self)
 
     def _joined(self, items, placed=lambda fragments: fragments):
+        """The batches.
+
+        A fusion whose lanes write into the memory of the batch gives `placed`, see
+        `SideBySide.placed`.
+        """
         while fragments := list(islice(items, self.n)):
             yield self._join(fragments, placed)
 
@@ -281,10 +298,10 @@ class FragmentStacker(Pipe):
 
 # %% ../../nbs/pipes/16_batches.ipynb #e97a1927
 class Arena(Destination):
-    """Places in memory for large arrays.
+    """Memory with places for the large arrays of a fragment.
 
-    An array that `empty` makes is in one of them, and is found there again when the item is
-    complete.
+    A collector asks for each array by `empty`, which takes a free place for it. When the fragment
+    is complete, `find` tells in which place each array is.
 
     Subclasses define where a place is: `tensor(place)` returns its memory.
     """
@@ -297,10 +314,9 @@ class Arena(Destination):
 
         From now on there are free places for arrays of these kinds, `(shape, torch dtype)`.
         """
-        # address -> place and tensor of arrays from `empty`
         self.kinds = list(kinds)
-        self.free = list(range(len(kinds)))
-        self.made = {}
+        self.free = list(range(len(kinds)))  # numbers of places
+        self.array_at = {}  # address of an array from `empty` -> its place and its tensor
 
     def empty(self, shape: tuple, dtype: Any) -> np.ndarray:
         "As `np.empty`, but a large array is made in a place, if there is one for it."
@@ -314,7 +330,7 @@ class Arena(Destination):
         if place < 0:
             return np.empty(shape, dtype)
         x = self.tensor(place)
-        self.made[x.data_ptr()] = place, x
+        self.array_at[x.data_ptr()] = place, x
         return x.numpy()
 
     def take(self, shape: tuple, dtype: torch.dtype) -> int:
@@ -337,13 +353,17 @@ class Arena(Destination):
         def form(x):
             return x.dtype, x.shape, x.stride()
 
-        place, array = self.made.get(x.data_ptr(), (-1, x))
+        # A part of such an array may begin at the same address, but it has another form.
+        place, array = self.array_at.get(x.data_ptr(), (-1, x))
         return (place, array) if form(array) == form(x) else (-1, x)
 
 
 class SideBySide(Arena):
     """Memory for `n` fragments that will be joined: their large integer arrays are made as columns
     of one array, so `join` need not copy.
+
+    Arrays of floats are made elsewhere: the last bits of what is computed from them may depend on
+    whether their rows lie one after the other.
 
     The collectors make one fragment after the other. Call `placed` when a batch is complete.
     """
@@ -353,18 +373,18 @@ class SideBySide(Arena):
         self._begin()
 
     def _begin(self):
-        # number of the fragment in the batch; the array at each place
-        self.position = 0
-        self.wholes = []
+        self.position = 0  # number of the current fragment in the batch
+        self.wholes = []  # the array of the batch at each place
         self.reset(())
 
     def take(self, shape: tuple, dtype: torch.dtype) -> int:
         if dtype.is_floating_point or dtype.is_complex:
             return -1
-        if self.position:
+        if self.position > 0:
             return super().take(shape, dtype)
-        # The first fragment makes the places. numpy allocates them, because it asks the system for
-        # huge pages.
+
+        # The first fragment of a batch makes the places. numpy allocates them, because it asks the
+        # system for huge pages.
         n_steps, width, *rest = shape
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         whole = np.empty((n_steps, self.n * width, *rest), numpy_dtype)
@@ -379,6 +399,7 @@ class SideBySide(Arena):
         return self.wholes[place][:, begin : begin + width]
 
     def completing(self) -> None:
+        "See `Destination`: the next fragment of the batch begins, for which all places are free."
         self.position += 1
         self.free = list(range(len(self.kinds)))
 
@@ -413,22 +434,26 @@ def minibatches(
         epochs: how often each transition is used
         rng: draws the order of each epoch
     """
+    # `indices` are those of what is shuffled: environments with recurrent state, else transitions.
+    # Picking the transitions of eight minibatches in one call takes little longer than picking
+    # those of one minibatch.
     if nested.leaves(fragment.hx):
-        numbers = torch.arange(fragment.n_envs)
-        take = partial(columns, fragment)
+        indices = torch.arange(fragment.n_envs)
+        pick = partial(columns, fragment)
         size = max(1, size // fragment.n_steps)
-        at_once = 1
+        minibatches_per_pick = 1
     else:
-        # Picking the transitions of eight minibatches in one call takes little longer than picking
-        # those of one minibatch.
-        numbers = fragment.valid.flatten().nonzero()[:, 0]
-        take = partial(transitions, fragment)
-        at_once = 8
+        indices = fragment.valid.flatten().nonzero()[:, 0]
+        pick = partial(transitions, fragment)
+        minibatches_per_pick = 8
+
     # Every epoch has an order of its own.
     for _ in range(epochs):
-        order = numbers[torch.from_numpy(rng.permutation(len(numbers)))]
-        for index in order.split(at_once * size) if len(numbers) else ():
-            yield from pieces(take(index), size)
+        order = indices[torch.from_numpy(rng.permutation(len(indices)))]
+        if len(order) == 0:
+            continue  # `split` would give one empty minibatch
+        for picked in order.split(minibatches_per_pick * size):
+            yield from pieces(pick(picked), size)
 
 # %% ../../nbs/pipes/16_batches.ipynb #6776fb6c
 class Minibatcher(Seeded, Pipe):
@@ -462,12 +487,15 @@ class Minibatcher(Seeded, Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         rng = np.random.default_rng(self.seed_sequence())
         # The fragment in progress, `n` of whose minibatches were yielded, and the state of the
-        # generator before it
+        # generator before its first one
         progress = self.keep(
             fragment=None,
             n=0,
             before=rng.bit_generator.state,
         )
+
+        # A resumed iteration draws the order of this fragment again, and leaves out the minibatches
+        # that were yielded.
         rng.bit_generator.state = progress["before"]
         in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
         for fragment in chain(in_progress, items):
@@ -487,7 +515,8 @@ class Minibatcher(Seeded, Pipe):
 def _begin(item, device, side):
     """Begin to copy `item` to `device` in the CUDA stream `side`.
 
-    Returns the copy and the event of its arrival; no `side`: no event.
+    Returns the copy and the event of its arrival; no `side`: no event. Iterators in it become
+    iterators over copies, each of which begins when it is asked for.
     """
 
     def move(x):
@@ -495,7 +524,8 @@ def _begin(item, device, side):
             return (_complete(*_begin(each, device, side)) for each in x)
         if not isinstance(x, Tensor):
             return x
-        # torch's allocator reuses pinned memory only after the copy has finished
+        # Nobody need hold the pinned copy: torch's allocator reuses its memory only after the
+        # transfer has finished.
         if side is not None and x.device.type == "cpu":
             x = x.pin_memory()
         return x.to(device, non_blocking=side is not None)

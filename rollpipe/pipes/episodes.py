@@ -43,12 +43,10 @@ class EpisodeBuilder:
     "Takes the ticks of one lane, stores unfinished episodes, and returns the episodes that end."
 
     def __init__(self, n_envs: int):
-        # rows of the ticks; number of episodes that have ended
-        self.rows = RowQueue()
-        self.seq = 0
-        self.begin = np.zeros(
-            n_envs, np.int64
-        )  # number of the first row of each environment's episode
+        self.rows = RowQueue()  # rows of the ticks
+        self.seq = 0  # number of episodes that have ended
+        # number of the first row of each environment's episode
+        self.begin = np.zeros(n_envs, np.int64)
         self.version = np.zeros(n_envs, np.int64)  # version of the weights at that row
         self.hx = [()] * n_envs  # the environment's recurrent state at that row
         self.waiting = True  # does an environment wait for its episode to begin?
@@ -57,12 +55,16 @@ class EpisodeBuilder:
 
     def add(self, tick: Tick) -> list[Fragment]:
         "The episodes that end with `tick`, in the order of their environments."
-        now = self.rows.end
+        now = self.rows.end  # the number of the row of this tick
         fin = tick.next.fin
         valid = tick.valid
+
+        # Most ticks share the array of step numbers with the one before, and need no check.
         if self.stepno is not None and tick.state.stepno is not self.stepno:
             self._check_order(tick)
         self.stepno = tick.next.stepno
+
+        # The episodes that begin with it
         if self.waiting:
             self._start(tick, valid & (self.begin == now))
 
@@ -79,8 +81,8 @@ class EpisodeBuilder:
         ended = np.flatnonzero(fin & valid).tolist()
         episodes = self._finish(tick, ended) if ended else []
 
-        # where an episode has ended, or an environment rests, the next episode cannot begin before
-        # the next row
+        # Where an episode has ended, or an environment rests, the next episode cannot begin before
+        # the next row.
         self.begin[fin] = now + 1
         self.rows.drop(int(self.begin.min()))
         return episodes
@@ -99,7 +101,8 @@ class EpisodeBuilder:
     def _with_all_infos(self, env, valid):
         """`env` with the infos of all rows.
 
-        A new info is filled in for the earlier rows, which lack it.
+        A new info is filled in for the earlier rows, which lack it. So is one of the earlier rows
+        in `env`, which gets it from the first row that is completed.
         """
 
         def completed(row):
@@ -115,6 +118,7 @@ class EpisodeBuilder:
         return env
 
     def _start(self, tick, began):
+        "Note the version and the recurrent states with which the episodes where `began` begin."
         self.version[began] = tick.version
         if not nested.leaves(tick.hx):
             return
@@ -123,7 +127,8 @@ class EpisodeBuilder:
 
     def _finish(self, tick, ended):
         "The episodes of the environments `ended`, whose last step was `tick`."
-        if missing := [b for b in ended if b not in tick.final]:
+        missing = [b for b in ended if b not in tick.final]
+        if missing:
             raise DataError(
                 "there is no last observation of an episode",
                 lane=tick.lane,
@@ -137,8 +142,9 @@ class EpisodeBuilder:
             obs=nested.stack(obs),
             fin=np.zeros(len(ended), bool),
         )
+
         # One call of the actor serves all environments. The actor sees an ordinary next state:
-        # `fin` is False.
+        # `fin` is False. In the episode it is True.
         hx = nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0]
         act, info = tick.source.react(last, hx)
         last = last._replace(fin=np.ones(len(ended), bool))
@@ -227,8 +233,12 @@ class EpisodeCollector(Pipe):
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
         # lane -> `EpisodeBuilder`; episodes that wait for their batch
-        builders, ready = self.keep(builders={}, ready=[]).values()
-        yield from self._batches(ready)  # those that a resumed iteration begins with
+        state = self.keep(builders={}, ready=[])
+        builders = state["builders"]
+        ready = state["ready"]
+
+        # A resumed iteration begins with the batches that were ready.
+        yield from self._batches(ready)
         for tick in items:
             check_item(tick, Tick, self)
             if tick.lane not in builders:
@@ -239,11 +249,13 @@ class EpisodeCollector(Pipe):
         yield from self._batches(ready, least=1)
 
     def _batches(self, ready, least=None):
-        """The items from the episodes in `ready`, which lose them before.
+        """The items of the episodes in `ready`. Their episodes are removed from it.
 
         An item has at least `least` episodes; None: all of a batch.
         """
-        while len(ready) >= (least or self.batch):
+        least = self.batch if least is None else least
+        while len(ready) >= least:
+            # Removed before the item is yielded, so a resumed iteration does not yield them again.
             episodes = ready[: self.batch]
             del ready[: self.batch]
             yield pad_episodes(episodes) if self.pad else episodes
@@ -310,7 +322,8 @@ class TraceRows:
         *arrays, act, actor = zip(*self.rows)
         stepno, rew, fin, valid = map(np.stack, arrays)
 
-        # The steps behind the last end of an episode count if that one was the last to be played.
+        # Where the last episode did not end, only the steps before the end of an earlier one count.
+        # A running maximum from the last step backwards tells whether an end comes at or after it.
         ends_later = np.maximum.accumulate((fin & valid)[::-1])[::-1]
         valid &= ends_later | ~unfinished
 
@@ -343,13 +356,14 @@ class TraceRows:
         """The reports `[T+1, B, ...]`; the row after the last step of an environment, if an episode
         ended there, has the reaction to the last observation, or zeros after a termination.
         """
-        # the row after the last valid step
+        # The row after the last valid step: `argmax` counts the rows behind it that are not valid.
         last = len(valid) - valid[::-1].argmax(0)
         ends_with_it = fin[last - 1, np.arange(self.n_envs)]
         is_over = valid.any(0) & ends_with_it
         row, is_over = map(torch.from_numpy, (last, is_over))
         ended = is_over.nonzero()[:, 0]
 
+        # The rows of `final` that are the last end of their environment
         t, b, _, reactions = fragment.final
         is_last = (t + 1 == row[b]) & is_over[b]
         rows = row[b[is_last]], b[is_last]

@@ -45,6 +45,7 @@ def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Fina
     """
     if not ends:
         return no_ends(state, actor)
+    # Each field of all ends, joined. An actor without memory has an empty `hx` for each of them.
     t, b, obs, hx, _ = zip(*ends)
     obs = nested.map(lambda *xs: torch.from_numpy(np.stack(xs)), *obs)
     hx = nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0]
@@ -101,6 +102,7 @@ def with_reactions(
     row = t[cut]
     column = b[cut]
     if len(row):
+        # The state after the last step of each truncated episode, as if the episode went on
         act, rew = nested.getitem((state.act, state.rew), (row + 1, column))
         seen = State(
             stepno=state.stepno[row, column] + 1,
@@ -110,7 +112,8 @@ def with_reactions(
             fin=torch.zeros_like(column, dtype=torch.bool),
         )
         act, info = source.react(seen, nested.map(lambda h: h[:, cut], hx))
-        # A report may be a parameter of the actor.
+
+        # Copies, because a report may be a parameter of the actor.
         answers = source.complete(act, nested.map(torch.clone, info))
         nested.setitem(
             reactions,
@@ -175,12 +178,14 @@ def complete(
         numbers: `lane`, `seq` and `version`
         **where: context for error messages: pipe
     """
-    act_ahead, ahead = source.react(last, hx)
+    # The look-ahead is the virtual reaction to the last row.
+    act_ahead, report_ahead = source.react(last, hx)
     with located(**where, lane=numbers["lane"]):
-        actor = nested.cat([*reports, ahead])
-    actor = source.complete(
-        nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), actor
-    )
+        actor = nested.cat([*reports, report_ahead])
+    acts = nested.getitem(state.act, slice(1, None))
+    actor = source.complete(nested.cat([acts, act_ahead]), actor)
+
+    # Each number is the same in all columns.
     columns = {}
     for name, number in numbers.items():
         columns[name] = torch.full_like(state.stepno[0], number)
@@ -226,19 +231,19 @@ class FragmentBuilder:
         self.destination = destination
         self.direct = direct
         self.where = where
-        # Steps of this fragment, the last tick, fragments that were taken, and whether the source
-        # writes the next fragment at once
-        self.n = 0
+        self.n = 0  # steps of the fragment in progress
         self.last = None
-        self.seq = 0
-        self.is_asked = False
+        self.seq = 0  # fragments that were taken
+        self.is_asked = False  # does the source write the next fragment at once?
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
+        # Most ticks share the array of step numbers with the one before, and need no check.
         last = self.last
         if last and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno):
             self._check_order(last, tick)
         self.last = tick
+
         if self.is_asked:
             # The tick stands for a whole fragment, whose rows the source has written.
             self.first = tick
@@ -249,6 +254,8 @@ class FragmentBuilder:
             self._add(tick, last)
 
     def _add(self, tick, last):
+        "Add a tick that stands for one step. `last` is the tick before; None: there was none."
+        # A fragment begins with the state in which the step before has ended.
         rows = self.rows
         if rows is None:
             state, term = (tick.state, False) if last is None else (last.next, last.term)
@@ -293,8 +300,10 @@ class FragmentBuilder:
         last = self.last
         if last is None:
             return self.seq, None
+
         # Copies, because the arrays are rows of larger memory.
-        return self.seq, (*nested.map(np.array, (*last.next, last.term)), last.lane)
+        *row, term = nested.map(np.array, (*last.next, last.term))
+        return self.seq, (*row, term, last.lane)
 
     def set_state(self, state: tuple) -> None:
         "Go on from what `get_state` returned."
@@ -345,10 +354,16 @@ class FragmentBuilder:
         return fragment
 
     def _begin(self, like, state, term, lane):
-        """Begin a fragment.
+        """Begin a fragment. Returns its rows.
 
         Its row 0 is the last row of the previous fragment, with the changes that pipes above the
         collector made.
+
+        Args:
+            like: a state, for the structure and the shapes
+            state: the state of row 0
+            term: where the step that led to row 0 has terminated an episode
+            lane: number of the lane
         """
         # A source that writes the rows itself needs them all.
         where = self.where | dict(lane=lane)
@@ -425,12 +440,14 @@ class FragmentCollector(Pipe):
         self, items: Iterator, destination: Destination = ORDINARY_MEMORY
     ) -> Iterator[Fragment]:
         self._check_rests()
-        # Whether nobody keeps or changes ticks, so that the source may write fragments at once.
+        # Nobody stands between the source and this pipe who keeps or changes ticks. So the source
+        # may write whole fragments.
         direct = isinstance(self.pipe, Source) and trait(self.pipe, "fusible") and self.fusible
         builder = FragmentBuilder(self.n_steps, destination, direct, pipe=self)
         self.keep(builder=builder)
 
-        # The last fragment is shorter if the source ends.
+        # `ask` comes after `yield`, because the reader may change the weights in between. The last
+        # fragment is shorter if the source ends.
         for tick in items:
             check_item(tick, Tick, self)
             builder.add(tick)
@@ -538,7 +555,8 @@ def collect(context: Context) -> Fragment:
     The actor may be updated between two calls. Raises `DataError` if the context was closed, or has
     failed before.
     """
-    for fragment in context._fragments:
+    fragment = next(context._fragments, None)
+    if fragment is not None:
         return fragment
     raise DataError(
         "this context has ended",
@@ -584,7 +602,8 @@ class EnvContext:
         except BaseException:
             self.envs.close()
             raise
-        self.state, self.seen = out.state, out.seen
+        self.state = out.state
+        self.seen = out.seen
 
     def step(self, act: Any) -> Outcome:
         """Step the environments with their actions.
@@ -597,7 +616,8 @@ class EnvContext:
         out = self.envs.step(act)
         if out.ended:
             out = out._replace(seen=out.seen.without_past())
-        self.state, self.seen = out.state, out.seen
+        self.state = out.state
+        self.seen = out.seen
         return out
 
     def __len__(self):

@@ -61,10 +61,10 @@ class Divided:
     def apply_sharding(
         self, num_of_instances: int, instance_id: int, sharding_group: Any = None
     ) -> None:
-        """Keep a part of the lanes: every `num_of_instances`-th lane, or a block of neighbours if
-        machines divide them (`DISTRIBUTED`).
+        """Keep a part of the lanes. torch and torchdata call this in their processes.
 
-        torch and torchdata call this in their processes.
+        A worker keeps every `num_of_instances`-th lane, and a machine (`DISTRIBUTED`) a block of
+        neighbours.
 
         Args:
             num_of_instances: processes
@@ -80,12 +80,15 @@ class Divided:
         k: int,
         priority: int = _MACHINES,
     ) -> None:
-        """Keep the lanes of machine `k` of `n`, which are a block of neighbours; with another
-        `priority` those of process `k` of `n`.
+        """Keep the lanes of machine `k` of `n`. With another `priority`, keep those of process `k`
+        of `n`.
 
         Args:
+            n: number of machines or processes
+            k: number of this one
             priority: the value of a `SHARDING_PRIORITIES` of torch
         """
+        # A second division with the same priority replaces the first.
         others = [division for division in self.divisions if division[0] != priority]
         self.divisions = tuple(sorted([*others, (priority, n, k)]))
         for pipe in nodes(self.pipe):
@@ -117,9 +120,11 @@ class Divided:
         """In the first worker of a loader of torch or torchdata, warn if networks collect, because
         the worker gets no new weights.
         """
+        # The workers of these loaders are daemons. Their division among workers is the last one.
         if not self.divisions or not multiprocessing.current_process().daemon:
             return
-        is_first_worker = self.divisions[-1][2] == 0
+        _, _, worker = self.divisions[-1]
+        is_first_worker = worker == 0
         modules = chain.from_iterable(map(modules_in, self.held_above()))
         has_weights = any(next(module.parameters(), None) is not None for module in modules)
         if is_first_worker and has_weights:
@@ -149,6 +154,7 @@ def lane_state(graph: IterDataPipe, states: GlobalRandomStates) -> dict:
 
 # %% ../../nbs/pipes/14_lanes.ipynb #558ede5f
 def _is_seeded_by_torch(pipe):
+    "Is it a random pipe of torch? Such pipes have `set_seed`, but no `set_lane`."
     return not hasattr(pipe, "set_lane") and callable(getattr(pipe, "set_seed", None))
 
 
@@ -192,15 +198,19 @@ class Lanes(Divided, Seeded, Pipe):
         self.n = check_integer("n", n, pipe=self)
         self.seed = seed
         if seed is not None:
-            self.seed_sequence()  # raises for what is no seed
+            self.seed_sequence()  # raises `DataError` for what is no seed
         check_memory(f"n={n:,}", n * LEAST_BYTES, pipe=self)
 
     def root(self) -> int:
-        "The number that determines everything random above in one iteration."
+        """The number that determines everything random above in one iteration.
+
+        Raises an error if the graph above cannot be copied for the lanes.
+        """
         if find(self.pipe, Lanes):
             raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
-        for stepper in find(self.pipe, Acting) if self.n > 1 else []:
-            stepper.refuse_copies("each lane", repr(self), pipe=self)
+        if self.n > 1:
+            for stepper in find(self.pipe, Acting):
+                stepper.refuse_copies("each lane", repr(self), pipe=self)
         for pipe in find(self.pipe, lambda pipe: hasattr(pipe, "check_lanes")):
             pipe.check_lanes(self.n)
         entropy: Any = self.seed_sequence().entropy
@@ -220,7 +230,8 @@ class Lanes(Divided, Seeded, Pipe):
             again: number of times that this lane was lost and began anew, each time with other
                 random numbers
         """
-        # The keys of a lane's pipes are below 2 ** 16.
+        # Below the key `(lane,)` the pipes have the keys `(lane, 0)`, `(lane, 1)`, ..., which are
+        # below 2**16. So a lane that began anew gets seeds of its own.
         key = (lane, 2**16 + again) if again else (lane,)
         copy = copy_graph(self.pipe)
         with_lane = find(copy, lambda pipe: hasattr(pipe, "set_lane"))
@@ -257,9 +268,9 @@ class Lanes(Divided, Seeded, Pipe):
 
         Like the seeds of its pipes, they are derived from `root`.
         """
-        has_seed = find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
-        entropy = has_seed[0].seed if has_seed else root
-        key = lane, 2**17 + again
+        seeded_pipes = find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
+        entropy = seeded_pipes[0].seed if seeded_pipes else root
+        key = lane, 2**17 + again  # apart from those in `copy`
         return GlobalRandomStates(np.random.SeedSequence(entropy, spawn_key=key))
 
     def beginning(self) -> dict:
@@ -336,15 +347,18 @@ class Lanes(Divided, Seeded, Pipe):
     # Lanes have no options.
     def _items(self, destination=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         state = self.beginning()
-        lanes = {}
         self.warn_of_old_weights()
-        # The graph of each lane, its stream, and its states of the global generators
+
+        # number of a lane -> its graph, its stream, and its states of the global generators
+        lanes = {}
         for lane in state["lanes"]:
             graph, states = self.open_lane(lane, state)
             items = opened(graph) if destination is None else opened_into(graph, destination)
             lanes[lane] = graph, items, states
         unchanging = Unchanging(self.held_above(), logging.getLogger("rollpipe").warning)
-        # An object, because an edit of a graph looks for pipes in dicts and lists.
+
+        # An object, because an edit of a graph looks for pipes in dicts and lists, and the graphs
+        # of the lanes are no inputs of this pipe.
         now = SimpleNamespace(
             root=state["root"],
             turn=deque(state["turn"]),
@@ -355,9 +369,8 @@ class Lanes(Divided, Seeded, Pipe):
         self.running = now
         turn = now.turn
 
-        # Lanes take turns, until all have ended.
         try:
-            # Items that were collected ahead come first.
+            # Items that were collected ahead come first; None is the end of a lane.
             while now.pending:
                 lane, item = now.pending.popleft()
                 if item is None:
@@ -366,6 +379,8 @@ class Lanes(Divided, Seeded, Pipe):
                     continue
                 now.n += 1
                 yield restore_object(item)
+
+            # Lanes take turns, until all have ended.
             while turn:
                 lane = turn.popleft()
                 _, items, states = lanes[lane]
@@ -378,6 +393,7 @@ class Lanes(Divided, Seeded, Pipe):
                 now.n += 1
                 yield item
         finally:
+            # A newer iteration may have taken the place of this one.
             if self.running is now:
                 self.running = None
             for _, items, _ in lanes.values():

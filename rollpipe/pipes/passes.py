@@ -42,8 +42,10 @@ def _passes_on(pipe) -> bool:
 
 
 def between(stacker: FragmentStacker) -> tuple:
-    """`(lanes, pipes)`: the pipe that yields the stacker's fragments, and the pipes between both,
-    in the order of the stream.
+    """`(lanes, pipes)`: the pipe that yields the stacker's fragments, and the pipes between both
+    that pass them on, in the order of the stream.
+
+    The first one is a `Lanes` only if nothing else stands in between, see `obstacle`.
     """
     pipe = stacker.pipe
     passed = []
@@ -122,6 +124,7 @@ class InPlace:
 
 # %% ../../nbs/pipes/26_passes.ipynb #a0163e48
 def _joining(stacker):
+    "`stacker` itself, a fresh copy in an edited graph, which from now on joins in place."
     stacker.fusion = InPlace()
     return stacker
 
@@ -139,6 +142,7 @@ def optimize(pipe: IterDataPipe, report: bool = False) -> Any:
     Returns:
         Any: the rewritten graph; with `report`: `(graph, text)`
     """
+    # Each `replace` copies the graph, so the stackers are found again by their number.
     lines = []
     for k in range(len(find(pipe, FragmentStacker))):
         stacker = find(pipe, FragmentStacker)[k]  # the same order in each edited graph
@@ -162,6 +166,7 @@ def common_keeper(found: dict) -> Keeper:
     names = {keeper.name for keeper in found.values()}
     if len(names) == 1:
         return next(iter(found.values()))
+
     # A batch goes on exactly only if all of its environments do.
     failed = {name: keeper.failed for name, keeper in found.items() if keeper.name == "none"}
     if failed:
@@ -175,6 +180,7 @@ def common_keeper(found: dict) -> Keeper:
         ways = ", ".join(f"{name}: {keeper.name}" for name, keeper in found.items())
         why = f"the environments of one batch are kept in different ways ({ways})"
         return Keeper("none", dict(different=why))
+
     # `KeptOwn` also keeps an environment without methods of its own. All other ways are copies, and
     # the name lists the simulators in them.
     if "own" in names:
@@ -204,15 +210,14 @@ def keep_environments(pipe: IterDataPipe) -> dict:
     sources = numbered(find(pipe, Acting))
     begun = perf_counter()
 
-    # source -> its copy in the first lane, which has the seeds, and the number of lanes
+    # id of a source -> its copy in the first lane, which has the seeds, and the number of lanes
     in_lanes = {}
     for lanes in find(pipe, Lanes):
         copies = find(lanes.copy(0, lanes.seed_sequence().entropy), Acting)
         for source, copy in zip(find(lanes.pipe, Acting), copies):
             in_lanes[id(source)] = copy, lanes.n
 
-    # Equal factories are tested once.
-    tested = {}
+    tested = {}  # what makes factories equal -> `Keeper`, because equal ones are tested once
     for source in sources.values():
         in_lane, n_lanes = in_lanes.get(id(source), (source, 1))
         source.keeper = _keeper_of(source, in_lane, n_lanes, tested)
@@ -259,7 +264,7 @@ def _keeper_of(
         return Keeper("none", dict(close="close=False, and a test would close its environments"))
 
     # As in `EnvStepper`: the first of two seeds is that of the environments.
-    seed = in_lane.seed_sequence().spawn(2)[0]
+    seed, _ = in_lane.seed_sequence().spawn(2)
     keepers = {
         f"{b} ({factory.name})": _tested(factory, b, source, seed, tested)
         for b, factory in enumerate(factories)

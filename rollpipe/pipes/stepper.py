@@ -46,9 +46,9 @@ def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
         pipe: pipe that begins to iterate
         holders: actors that the pipe calls
     """
-    # A worker of torchdata gets no new weights.
-    is_fixed = multiprocessing.current_process().daemon
-    if is_fixed or not reads_ahead():
+    # A worker process of torchdata, which is a daemon, never gets new weights.
+    has_fixed_weights = multiprocessing.current_process().daemon
+    if has_fixed_weights or not reads_ahead():
         return
 
     # Without weights nothing can be outdated.
@@ -184,7 +184,8 @@ class EnvStepper(Acting, Seeded, Source):
         else:
             self.pipe = source
 
-        # Factories know their number, and a pipe may yield any.
+        # Factories know their number, and a pipe may yield any. An error names the class of this
+        # pipe, because its text needs an actor, which is set later.
         if self.factories:
             self.n_envs = sum(factory.n_envs for factory in self.factories)
         elif n_envs is not None:
@@ -234,7 +235,6 @@ class EnvStepper(Acting, Seeded, Source):
         where = dict(pipe=type(self).__name__, lane=self.lane)
         factories = self._factories(items, **where)
 
-        # The batch, as its class knows it
         envs = env_batch(
             factories,
             seed,
@@ -256,7 +256,7 @@ class EnvStepper(Acting, Seeded, Source):
                 envs.close()
                 raise
 
-        # What the batch does for this pipe
+        # Which last observations the batch returns, and whether its rows are in page-locked memory
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == "cuda"
         return envs
@@ -283,8 +283,10 @@ class EnvStepper(Acting, Seeded, Source):
         )
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
+        # To make environments may draw from the global generators. A stream that is resumed has
+        # their states already, so here they are put back.
         with nullcontext() if self.restored is None else GlobalRandomStates():
-            interaction = self.interact(items)  # which may draw
+            interaction = self.interact(items)
         try:
             if self.restored is None:
                 interaction.start()

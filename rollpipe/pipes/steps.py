@@ -162,18 +162,17 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
     Args:
         sums: sums of the lane up to this fragment, which are updated
     """
-    rew, fin, valid = (
-        x.cpu().numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid)
-    )
+    steps = fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid
+    rew, fin, valid = (x.cpu().numpy() for x in steps)
     total = np.empty(rew.shape, np.float32)
     number = np.empty(rew.shape, np.int64)
     for t in range(len(rew)):
         sums.add(rew[t], valid[t])
-        total[t], number[t] = sums.ret, sums.count
+        total[t] = sums.ret
+        number[t] = sums.count
         sums.end(fin[t] & valid[t])
-    return torch.from_numpy(total).to(fragment.valid.device), torch.from_numpy(number).to(
-        fragment.valid.device
-    )
+    device = fragment.valid.device
+    return torch.from_numpy(total).to(device), torch.from_numpy(number).to(device)
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
@@ -183,8 +182,15 @@ def _unbound(tree, n, keep):
     leaves, structure = nested.flatten(tree)
     if not leaves:
         return [tree] * n
-    cut = [(x.flatten(0, 1) if keep is None else x.flatten(0, 1)[keep]).unbind() for x in leaves]
-    return cut[0] if tree is leaves[0] else [structure.unflatten(row) for row in zip(*cut)]
+    rows = [x.flatten(0, 1) for x in leaves]
+    if keep is not None:
+        rows = [x[keep] for x in rows]
+    steps_of_leaf = [x.unbind() for x in rows]
+
+    # A container that is a single tensor needs no structure.
+    if tree is leaves[0]:
+        return steps_of_leaf[0]
+    return [structure.unflatten(step) for step in zip(*steps_of_leaf)]
 
 # %% ../../nbs/pipes/23_steps.ipynb #c690de17
 class Steps(Pipe):
@@ -211,8 +217,8 @@ class Steps(Pipe):
         self.image = image
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
-        # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number
-        # of its next fragment, `EpisodeSums`
+        # The fragment in progress, `n` of whose steps were yielded, and lane -> (number of its next
+        # fragment, `EpisodeSums`), as they were before this fragment
         progress = self.keep(fragment=None, n=0, lanes={})
         in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
         for fragment in chain(in_progress, items):
@@ -249,14 +255,15 @@ class Steps(Pipe):
         T, B = fragment.valid.shape
         state = fragment.state
 
-        # The episodes of the lane go on.
+        # The episodes of the lane go on. A lane may begin within episodes.
         lane = 0 if fragment.lane is None else int(fragment.lane[0])
         if lane in lanes:
             self._check_order(fragment, lane, *lanes[lane])
         _, sums = lanes.get(lane, (0, EpisodeSums(B)))
-        sums.continue_at(state.stepno[0].cpu().numpy())  # a lane may begin within episodes
+        sums.continue_at(state.stepno[0].cpu().numpy())
         total, number = episode_totals(fragment, sums)
-        lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
+        next_seq = 0 if fragment.seq is None else int(fragment.seq[0]) + 1
+        lanes[lane] = next_seq, sums
 
         image, has_image = fragment.env
         step = Step(
@@ -301,7 +308,7 @@ class Steps(Pipe):
 
 # %% ../../nbs/pipes/23_steps.ipynb #45940b0d
 def _column(steps, before, after):
-    """`State` rows and terminations `[n + 1, ...]` of `n` successive `steps`.
+    """`State` rows and terminations `[n + 1, ...]` of `n` successive `steps` of one environment.
 
     The steps `before` and `after` them are None if unknown.
     """
@@ -354,19 +361,19 @@ def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
     """Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of
     the same environment.
     """
-    # (episode, step)
-    after = int(before.episode_n), int(before.step_n) + 1
+    # `(episode, step)` of the step that must follow, and of the one that does
+    expected = int(before.episode_n), int(before.step_n) + 1
     if before.terminated | before.truncated:
-        after = int(before.episode_n) + 1, 0
-    place = int(step.episode_n), int(step.step_n)
-    if place != after:
+        expected = int(before.episode_n) + 1, 0
+    actual = int(step.episode_n), int(step.step_n)
+    if actual != expected:
         raise DataError(
             "the steps of an environment must follow one another",
             pipe=pipe,
             lane=int(step.proc_id),
             env=int(step.env_id),
-            expected="step {1} of episode {0}".format(*after),
-            got="step {1} of episode {0}".format(*place),
+            expected="step {1} of episode {0}".format(*expected),
+            got="step {1} of episode {0}".format(*actual),
         )
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a39e43b
@@ -375,11 +382,10 @@ class _LaneQueues:
     "The steps of one lane that wait for their fragment."
 
     def __init__(self, lane):
-        # environment -> its steps
         self.lane = lane
-        self.seq = 0
+        self.seq = 0  # number of the next fragment
+        # environment -> its steps that wait, its newest step, its last step in the last fragment
         self.queues = {}
-        # environment -> its newest step; its last step in a finished fragment
         self.newest = {}
         self.taken = {}
 
@@ -406,8 +412,8 @@ class _LaneQueues:
         Some may have one more, in the row that is being read.
         """
         n_steps = {env: len(queue) for env, queue in self.queues.items()}
-        env = min(n_steps, key=lambda env: (n_steps[env], env))
-        few = n_steps[env]
+        slowest = min(n_steps, key=lambda env: (n_steps[env], env))
+        few = n_steps[slowest]
         many = max(n_steps.values())
         if many <= few + 1:
             return few
@@ -415,7 +421,7 @@ class _LaneQueues:
             "it takes fewer steps than others, so some rows were no transitions",
             pipe=pipe,
             lane=self.lane,
-            env=env,
+            env=slowest,
             expected=f"{many} steps since the last fragment",
             got=few,
         )
@@ -426,15 +432,17 @@ class _LaneQueues:
         columns = []
         for env, queue in sorted(self.queues.items()):
             steps = [queue.popleft() for _ in range(n)]
-            columns.append(_column(steps, self.taken.get(env), queue[0] if queue else None))
+            step_after = queue[0] if queue else None
+            columns.append(_column(steps, self.taken.get(env), step_after))
             self.taken[env] = steps[-1]
             envs.append(steps)
         state, term = nested.stack(columns, dim=1)
 
+        # Advantages, if every step has one
+        advantages = [[step.advantage for step in steps] for steps in envs]
         adv = None
-        if all(step.advantage is not None for steps in envs for step in steps):
-            columns = [torch.stack([step.advantage for step in steps]) for steps in envs]
-            adv = torch.stack(columns, 1)
+        if all(x is not None for x in chain.from_iterable(advantages)):
+            adv = torch.stack([torch.stack(column) for column in advantages], 1)
         lane = torch.full((len(envs),), self.lane)
         seq = torch.full((len(envs),), self.seq)
         self.seq += 1
@@ -504,8 +512,12 @@ class Fragments(Pipe):
             check_step(step, self)
             lane = int(step.proc_id)
             queue = lanes.setdefault(lane, _LaneQueues(lane)).add(step, self)
+
+            # A fragment needs one step more, whose observation is in its last row.
             if len(queue) > n and lanes[lane].complete(self) > n:
                 yield lanes[lane].take(n)
-        for lane in lanes.values():
-            while rest := lane.complete(self):
-                yield lane.take(min(rest, n))
+
+        # The last steps of the stream
+        for queues in lanes.values():
+            while rest := queues.complete(self):
+                yield queues.take(min(rest, n))

@@ -118,7 +118,8 @@ def parts(
     joined = _columns(fragment, size) if is_recurrent else _rows(fragment, size)
     n_items = len(joined.counts)
 
-    # The rows with which this rank computes along if it has none in a minibatch
+    # All ranks compute in each minibatch, because their gradients are summed. If a rank has no row
+    # in one, it computes with a substitute: the item of its own with the most valid rows.
     fullest = joined.counts[joined.place].argmax()
     substitute = joined.take(fullest[None])
 
@@ -141,6 +142,7 @@ def in_step(items: Iterable, what: str) -> Iterator:
     Raises:
         DataError: in all ranks, if only some ranks have no more items.
     """
+    # A rank whose items have ended tells the others so.
     for n, item in enumerate(chain(items, [_END])):
         ended = gathered_objects(item is _END)
         if any(ended) and not all(ended):
@@ -196,13 +198,13 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
                 got=str(stacker.n),
             )
 
-    # Of the pipes that learn, a scaler of rewards alone can learn from all ranks.
-    scalers = learning_pipes(pipe)
-    learning = [name for name, p in scalers.items() if not isinstance(p, RewardScaler)]
-    if learning:
+    # Of the pipes that learn, only a scaler of rewards can learn from all ranks.
+    learning = learning_pipes(pipe)
+    others = [name for name, p in learning.items() if not isinstance(p, RewardScaler)]
+    if others:
         raise DataError(
             "pipes that learn would learn something else in each rank",
-            got=", ".join(learning),
+            got=", ".join(others),
             expected="a pipeline without them (no `--intrinsic`)",
         )
 
@@ -213,7 +215,7 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
         stacker.n = max(1, stacker.n // size)
     for replay in replays:
         replay.divide(size)
-    for joint in (*replays, *scalers.values()):
+    for joint in (*replays, *learning.values()):
         joint.gathered = gathered_objects
 
 
@@ -242,5 +244,6 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
             expected="a call in a block `with distributed(agent)`",
         )
     pipe = copy_graph(pipe)
-    divide(pipe, rank(), span(1)[0])
+    n_ranks, _ = span(1)
+    divide(pipe, rank(), n_ranks)
     return pipe

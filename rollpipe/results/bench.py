@@ -584,6 +584,8 @@ def _check_rows(folder, before, spec):
     # Rows that are no longer in the specification
     names = {row["name"] for row in _rows_of(before)}
     names -= {row.name for row in spec.rows}
+
+    # Those of them that have runs
     lost = []
     for name in sorted(names):
         if any(map(files_of_run, folder.glob(f"{name}-s*"))):
@@ -623,14 +625,15 @@ def _check_buildable(jobs):
 
 def _words(job, args, state):
     "The words of the command that trains a run, or continues it."
-    begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
+    restarts = args.restart and state == "unfinished"
+    _, *words_of_command = shlex.split(job.command)  # without `rollpipe`
     return [
         *python_words(),
-        *shlex.split(job.command)[1:],
+        *words_of_command,
         *typed(["--seed", job.seed, "--out", job.folder]),
-        begins,
+        "--overwrite" if restarts else "--continue",
         "--no-tensorboard",
-        *["--quiet"] * args.quiet,
+        *(["--quiet"] if args.quiet else []),
     ]
 
 

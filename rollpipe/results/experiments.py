@@ -50,7 +50,7 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
         flags: flags without one
     """
     rest = []
-    is_value = False  # of a flag that is left out
+    is_value = False  # is the next word the value of a flag that is left out?
     for word in words:
         name, equals, _ = word.partition("=")
         if is_value:
@@ -89,7 +89,7 @@ class RunProcess:
 
     def __init__(self, name: str, command: list, ended: Callable):
         self.name = name
-        self.last = ""
+        self.last = ""  # the last line that it has printed, or its error
         self.has_ended = False
         self.process: Any = subprocess.Popen(
             command,
@@ -120,6 +120,7 @@ class RunProcess:
     def _wait(self, ended):
         self.process.wait()
         unguard([self.process.pid])
+
         # A process that the environment has left behind may hold the pipe open.
         self.reader.join(2)
         self.has_ended = True
@@ -131,9 +132,10 @@ class RunProcess:
         Args:
             stopped: number of the signal that was sent to it, or None
         """
+        # A process that ends by a signal has one of these codes.
         code = self.process.returncode
-        obeys = () if stopped is None else (-stopped, 128 + stopped)
-        if code == 0 or code in obeys:
+        codes_of_signal = () if stopped is None else (-stopped, 128 + stopped)
+        if code == 0 or code in codes_of_signal:
             return None
         if self.last.startswith("error: "):
             return self.last.removeprefix("error: ")
@@ -212,7 +214,7 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                             lambda: ended.put(None),
                         )
                 elif n_running:
-                    ended.get()
+                    ended.get()  # waits until a process has ended
                 else:
                     break
             except KeyboardInterrupt as e:

@@ -60,10 +60,13 @@ def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
     if missing:
         raise DataError(f"{folder} has no record of update {missing[0]}")
 
-    # An update without the metric has the sum 0 and the count 0.
+    # An update without the metric has the sum 0 and the count 0. The first of `span` is the update
+    # before the branch.
     of_updates = [values[n] for n in span[1:]]
     sums = np.array([*map(sum, of_updates)], float)
     counts = np.array([*map(len, of_updates)], float)
+
+    # A mean over episodes stands for all episodes that have ended in the update.
     if metric in _OF_EPISODES:
         counts *= np.diff([records[n]["episodes"] for n in span])
         sums *= counts
@@ -104,9 +107,11 @@ class Pairs(NamedTuple):
         and of the others. nan: there is none.
         """
         courses = np.stack([self.base, self.edited])
-        sums = courses[..., updates].sum(-1)
+        totals = courses[..., updates].sum(-1)
+        sums = totals[..., 0]
+        counts = totals[..., 1]
         with np.errstate(invalid="ignore"):
-            return sums[..., 0] / sums[..., 1]
+            return sums / counts
 
     def windows(self, last: int) -> list:
         """`means` over the `last` updates before the end of each update, or over all so far where

@@ -47,8 +47,9 @@ def short_number(x: float) -> str:
         return "-"
     if 0 < abs(x) < 0.1:
         return f"{x:.2g}"
-    n_decimals = 2 - (abs(x) >= 10) - (abs(x) >= 100)
-    return f"{x:.{n_decimals}f}"
+    if abs(x) >= 100:
+        return f"{x:.0f}"
+    return f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
 
 def with_sd(mean: float, sd: float | None) -> str:
@@ -107,7 +108,7 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Summary:
         x: [n] with n >= 1
         strata: the same numbers, those of each task apart; None: there is one task
     """
-    low, high = interval(strata or [x]) or (math.nan, math.nan)
+    low, high = interval(strata or [x]) or (math.nan, math.nan)  # one run has no interval
     sd = x.std(ddof=1) if len(x) > 1 else math.nan
     return Summary(
         len(x),
@@ -227,6 +228,7 @@ _FACTS: dict[str, Callable] = {
 
 
 def _notes_of_row(row):
+    "The notes about the runs of a row, each a sentence."
     # Runs without numbers, and numbers of few runs
     notes = []
     runs = row.results
@@ -332,7 +334,8 @@ def sentences(results: Results, shown: Callable = str) -> dict:
                 (x.name, x.algorithm, x.env, x.source),
             )
             sources.append("{}, {} on {}: {}".format(*texts))
-    # Two rows may be compared with one figure.
+
+    # Two rows may be compared with one figure, which is named once.
     return {
         "Probability of improvement": better,
         "Published figures": dict.fromkeys(sources),
@@ -383,11 +386,13 @@ def csv_text(results: Results) -> str:
 
 
 def _cells(row, run):
+    "The cells of a run, in the order of `_COLUMNS`."
     # A spreadsheet takes what begins so for a formula.
     texts = [
         f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
         for text in (row.env, row.label, row.algorithm)
     ]
+
     # The columns from `last` to `seconds`; the largest mean return is the `best_evaluation`.
     numbers = [math.nan] * 5
     if run.state == "complete":
@@ -459,9 +464,11 @@ def _points(run):
     "Step at which an evaluation was due -> its mean return."
     every = Every.of(run.config.get("eval_every", 0))
     n = every.n if every.unit == "steps" and every.n else 1
+
+    # An evaluation comes with the first update after the step at which it was due. A run that had
+    # another interval before may have several for one step, of which the first counts.
     points: dict = {}
     for steps, mean in zip(*run.curve):
-        # The run may have had other intervals before.
         points.setdefault(steps // n * n, mean)
     return points
 

@@ -49,7 +49,7 @@ __all__ = ['view', 'OpenRun', 'open_run', 'add_edit', 'edit_command']
 
 # %% ../../nbs/runs/18_asking.ipynb #e1e28e90
 def _state(folder: Path) -> str:
-    "How far a run is, in words."
+    "How far a run is, and whether a process trains it, in words."
     # How far it is
     checkpoint = load_run(folder, builds=False)
     config = checkpoint.config
@@ -75,6 +75,7 @@ def _state(folder: Path) -> str:
 
 
 def _curves(folder: Path) -> str:
+    "The curves of a run, which are drawn again only after its records have changed."
     path = folder / "metrics.jsonl"
     changed = None
     if path.exists():
@@ -98,6 +99,7 @@ def _drawn_curves(folder: Path, changed: Any) -> str:
 
 
 def _beside(parts: Iterable) -> str:
+    "HTML in which the parts stand side by side, as far as there is room."
     return f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{"".join(parts)}</div>'
 
 
@@ -131,7 +133,8 @@ def _graph(folder: Path) -> str:
 @lru_cache(16)
 def _drawn_graph(folder: Path, config: str) -> str:
     "The drawing of the pipeline of a run with this configuration."
-    return draw(build(load_run(folder).config)[1])._repr_svg_()
+    _, pipe = build(load_run(folder).config)
+    return draw(pipe)._repr_svg_()
 
 
 def _numbers(folder: Path) -> str:
@@ -236,6 +239,7 @@ class OpenRun(NamedTuple):
         """
         from IPython.display import HTML, clear_output, display
 
+        # The end is looked for before the picture is drawn, so the last picture shows it.
         with suppress(KeyboardInterrupt):
             while True:
                 is_over = not owner_of(self.folder)
@@ -256,7 +260,7 @@ def open_run(path: str | Path) -> OpenRun:
     """
     folder = folder_of(path)
     if not (Path(path).exists() and (folder / "config.json").exists()):
-        load_run(path)  # which names similar folders
+        load_run(path)  # raises an error that names similar folders
     return OpenRun(folder)
 
 # %% ../../nbs/runs/18_asking.ipynb #ddf6c782

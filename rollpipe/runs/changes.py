@@ -44,8 +44,8 @@ __all__ = ['WISHES', 'options_in', 'changed_run', 'take_over', 'edited_run', 'ch
 def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
     """The options that are typed for a run, see `parse_options`.
 
-    The modules that the run needs are not imported. If its algorithm is not known here, its options
-    are read as Python's values, and who builds the run checks them.
+    The modules that the run needs are not imported. So its algorithm may be unknown here. Then its
+    options are read as Python's values, and are checked only when the run is built.
 
     Args:
         words: texts `NAME=VALUE`
@@ -84,7 +84,7 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
     Raises:
         DataError: an option cannot change any more
     """
-    # The present values, with the defaults of the options that came later.
+    # The present values. An option that is younger than the checkpoint has its default.
     algorithm = checkpoint.config["algorithm"]
     of_learning = options_for(algorithm)
     defaults = {option.name: option.default for option in of_learning}
@@ -189,9 +189,10 @@ def edited_run(run: Run, edit: dict) -> Run:
         if "insert" in edit:
             says = dict(insert=edit["insert"], kwargs=edit["kwargs"])
         else:
-            says = dict(set=changed_run(str(shown(run.folder)), checkpoint, edit["set"])[1])
-            if not says["set"]:
+            _, changed = changed_run(str(shown(run.folder)), checkpoint, edit["set"])
+            if not changed:
                 raise DataError("it changes nothing", got=in_words(edit))
+            says = dict(set=changed)
 
         # The edit is an event, and the run goes on with it as a resumed one does.
         edited = rebuilt(run.folder, after_event(checkpoint, "edited", **says))
@@ -201,10 +202,15 @@ def edited_run(run: Run, edit: dict) -> Run:
 
 def _check_pipes(before: Any, run: Run) -> None:
     "Raise `DataError` if states could go to other pipes, or if a resume could not go on exactly."
-    # The states of two pipes of one class would have one name.
+    # States are named by the class of their pipe, with a number from the second one on. A new pipe
+    # beside one of its class could change these numbers.
     known = numbered(nodes(before))
     names = numbered(nodes(run.pipe))
-    twice = [name for name in names if name not in known and name.rpartition(" ")[0] in known]
+    twice = []
+    for name in names:
+        class_name, _, _ = name.rpartition(" ")
+        if name not in known and class_name in known:
+            twice.append(name)
     if twice:
         raise DataError(
             "the pipeline has such a pipe, and their states have one name",
@@ -266,10 +272,11 @@ def make_edit(run: Run, edit: dict, updates: Any = None) -> Run:
     if updates is not None:
         updates.journal.mark()
 
-    # From the checkpoint on, the edit has been made.
+    # From the checkpoint on, the edit has been made. If only the copy in `checkpoints` could not be
+    # written, it has been made as well.
     try:
         edited.save()
-    except OSError:  # perhaps only the copy in `checkpoints` is lacking
+    except OSError:
         if load_checkpoint(edited.checkpoint).history != edited.history:
             raise
     if updates is not None:
@@ -306,7 +313,7 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
     """
     run = updates.run
     begin = perf_counter()
-    state = "go_on"
+    state = "go_on"  # or "pause" or "stop", the last of them that was asked
     while True:
         # A signal waits until everybody has an answer.
         with uninterrupted(updates.signals):

@@ -133,9 +133,8 @@ def evaluation_seed(seed: int, kind: str, steps: int) -> int:
         kind: one of `KINDS`
         steps: steps of training before the evaluation
     """
-    return int(
-        np.random.SeedSequence(seed, spawn_key=(KINDS.index(kind), steps)).generate_state(1)[0]
-    )
+    sequence = np.random.SeedSequence(seed, spawn_key=(KINDS.index(kind), steps))
+    return int(sequence.generate_state(1)[0])
 
 # %% ../../nbs/runs/06_evaluations.ipynb #e88f6c71
 def best_return(folder: Path) -> float:
@@ -170,10 +169,11 @@ def why_enough(config: dict, means: list) -> str | None:
     if not means or not patience:
         return None
 
-    # The first of equal ones is the best.
+    # The evaluations after the best one, which is the first of equal ones
     values = [-math.inf if math.isnan(mean) else mean for mean in means]
     best = values.index(max(values))
-    if len(means) - 1 - best < patience:
+    n_after_best = len(means) - 1 - best
+    if n_after_best < patience:
         return None
     return f"patience={patience}: no evaluation since the mean return {means[best]:g} was better"
 
@@ -312,13 +312,14 @@ class EvaluationsBySteps(Observer):
         self.run = run
         self.every = Every.of(run.config["eval_every"])
         self.best = BestLearner(run)
+
         # Where workers collect, this process has no environment that an evaluation could disturb.
         self.evaluate = evaluated
         if not run.config["workers"]:
             beside = evaluated_beside(run.config["env"], run.config["env_kwargs"])
             self.evaluate = self.closing.enter_context(beside)
 
-        # What was evaluated up to here, and what is lacking
+        # What was evaluated up to here. Final evaluations at fewer steps are outdated.
         steps = run.counters["steps"]
         self.lines = [
             line
@@ -326,6 +327,8 @@ class EvaluationsBySteps(Observer):
             if line["steps"] <= steps and (line["kind"] == "training" or line["steps"] == steps)
         ]
         self.last = dict(steps=max((line["steps"] for line in self._of_training()), default=-1))
+
+        # What is lacking. A new run is not stopped before its first update.
         metrics = self._untold() | self._evaluated_if_due()
         is_new = not run.counters["updates"]
         return Wish(metrics, stop=None if is_new else self._why_enough())
@@ -398,8 +401,9 @@ class EvaluationsBySteps(Observer):
             self.last = dict(run.counters)
             self.best.note()
             metrics = self._evaluate("training", run.agent, run.counters["updates"]).metrics
+
         # A checkpoint tells how many there were, so a run that goes on notices if some are lost.
-        # At the end the last one is saved already.
+        # The last checkpoint of a run is saved already, and stays as it is.
         if not is_over(run.config, run.counters, run.history.stopped):
             run.counters["evaluations"] = len(self._of_training())
         return metrics

@@ -130,12 +130,16 @@ class Run(NamedTuple):
         """
         if not self.unsettled:
             return
+        # If the folder has another checkpoint than the one from which the run goes on, that one is
+        # written, or else a kill before the next checkpoint would lose it.
         checkpoint, is_other = self.unsettled
-        if is_other:  # or else a kill before the next checkpoint would lose it
+        if is_other:
             data = checkpoint._replace(config=self.config, history=self.history).data()
             files.write_atomically(self.checkpoint, data)
+
+        # A kill may have come before the request or the history were written.
         if not (self.folder / REQUEST).exists():
-            files.write_json(self.folder / REQUEST, checkpoint.config)  # a kill came before it
+            files.write_json(self.folder / REQUEST, checkpoint.config)
         self.history.write(self.folder, self.due)
         for steps, path in kept_checkpoints(self.folder / "checkpoints").items():
             if steps > checkpoint.counters["steps"]:
@@ -196,10 +200,12 @@ class Run(NamedTuple):
 
 # %% ../../nbs/runs/05_folder.ipynb #aa81c595
 def folder_of(path: str | Path) -> Path:
-    "The folder of a run, which is the path itself or has this checkpoint."
+    "The folder of a run: `path` itself, or the folder that has the checkpoint `path`."
     path = Path(path)
     if path.is_dir():
         return path
+
+    # A checkpoint that is kept lies in the folder `checkpoints` within that of the run.
     is_kept = path.parent.name == "checkpoints" and path.name not in RUN_FILES
     return path.parents[1] if is_kept else path.parent
 
@@ -287,11 +293,13 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     """
     folder = Path(folder).absolute()  # an environment may change the current folder
     check_free(folder, overwrite)
+    # With the number of threads of the run, because the last bits of the weights depend on it
     with torch_threads(config["threads"]):
-        agent, pipe = build({**config, "folder": folder})  # so weights repeat
+        agent, pipe = build({**config, "folder": folder})
     config = dict(_with_engine(config, agent, pipe))
     history = History()
     history.add("began", 0, **exactness(pipe, config))
+
     # A wrong value would make a run that cannot be loaded.
     _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict(), history=history))
 
@@ -394,9 +402,12 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     if best and path.exists():
         path = _best_of(path)
     file = path / "checkpoint.safetensors" if path.is_dir() else path
-    # Perhaps the folder has the rest of a run, but not this file.
-    is_run = file.exists() or path.is_dir() and files_of_run(path)
-    if not is_run or file.name in RUN_FILES and file.suffix != ".safetensors":
+
+    # If a folder has the rest of a run, but not this file, `load_checkpoint` raises the error. The
+    # other files of a run are no checkpoints.
+    is_run = file.exists() or (path.is_dir() and bool(files_of_run(path)))
+    is_other_file = file.name in RUN_FILES and file.suffix != ".safetensors"
+    if not is_run or is_other_file:
         raise no_run(path)
 
     # What it has
@@ -530,7 +541,8 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
         checkpoint: see `load_run`
         device: device of the learner, see `make_config`
     """
-    return restore(for_policy(checkpoint), device=device)[0]
+    agent, _ = restore(for_policy(checkpoint), device=device)
+    return agent
 
 # %% ../../nbs/runs/05_folder.ipynb #77254847
 def after_event(checkpoint: Checkpoint, event: str, **says: Any) -> Checkpoint:
@@ -611,13 +623,14 @@ def resume(
     # The folder is locked before anything is read, because another process may train there.
     path = Path(folder)
     folder = folder_of(folder).absolute()
-    is_new = path.exists() and lock(folder)  # a run that this process has begun here keeps its lock
+    has_locked = path.exists() and lock(folder)
     try:
         options = dict(steps=steps, device=device, workers=workers, address=address)
         options = {name: x for name, x in options.items() if x is not None}
         return _resumed(path, folder, options)
     except BaseException:
-        if is_new:
+        # A lock that this process had before belongs to a run that it has begun here.
+        if has_locked:
             unlock(folder)
         raise
 

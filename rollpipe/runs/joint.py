@@ -45,7 +45,8 @@ def keep_own_lanes(pipe: Any, rank: int, size: int, workers: int) -> None:
     if not dist.is_initialized():
         return
     ranks.divide(pipe, rank, size)
-    n = find(pipe, Lanes)[0].n // size
+    [lanes, *_] = find(pipe, Lanes)
+    n = lanes.n // size
     if workers > n:
         raise DataError(
             f"{workers} workers for each rank have too few lanes",
@@ -110,7 +111,7 @@ class RankStream(Stream):
         names = []
         for path in checkpoints:
             names += chunk_names(path)
-        needed = ranks.gathered_objects(names)[0]
+        needed, *_ = ranks.gathered_objects(names)  # those of rank 0
         parts = [self.chunks.path / name for name in needed if name in self.chunks.names]
         self.chunks.sweep(parts, needed)
 
@@ -201,8 +202,9 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     if not dist.is_initialized():
         return make()
     _check_asked(typed, configured)
+    # Rank 0 makes the run, and tells the others of it by `box`: torch broadcasts what is in a list.
     run = None
-    box: list[_Shared | None] = [None]  # torch broadcasts what is in a list
+    box: list[_Shared | None] = [None]
     try:
         try:
             run = make() if dist.get_rank() == 0 else None
@@ -237,6 +239,7 @@ def _agreed(run, shared):
         run: that of rank 0; None in the others
         shared: what rank 0 has told
     """
+    # Each rank opens its part of the stream, or notes its error for the others.
     error = None
     rank = dist.get_rank()
     try:
@@ -250,6 +253,8 @@ def _agreed(run, shared):
     except Exception as e:
         error = e
         state = dict(error=describe_exception(e))
+
+    # All ranks raise the first error, and compare how they keep their environments.
     states = _gathered(state)
     for k, x in enumerate(states):
         if "error" in x:

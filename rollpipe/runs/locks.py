@@ -28,20 +28,20 @@ __all__ = ['FORKED', 'COSTS', 'PAUSED', 'INBOX', 'RUN_FILES', 'lock', 'begin_tra
 
 # %% ../../nbs/runs/03_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
-_trained = set()  # (process, folder) of the trainings that run
+_training = set()  # (process, folder) of the trainings that run now
 
 
 def _key(folder):
     return os.getpid(), Path(folder).resolve()
 
 
-def _untrained(folder):
-    """The key of a folder. Raises `DataError` if this process trains there.
+def _key_of_idle(folder):
+    """The key of a folder. Raises `DataError` if this process is training there.
 
-    A cell of a notebook may have begun a thread.
+    It may be: a cell of a notebook can begin a training in a thread.
     """
     key = _key(folder)
-    if key not in _trained:
+    if key not in _training:
         return key
     raise DataError(
         f"this process is training in {folder}",
@@ -59,14 +59,14 @@ def _plain(path: str, flags: int) -> int:
     The folder may be a stranger's: a link leads to any file, and a named pipe waits for ever.
     """
     try:
-        number = no_wait(path, flags)
+        descriptor = no_wait(path, flags)
     except OSError as e:
-        if e.errno != errno.ELOOP:
+        if e.errno != errno.ELOOP:  # which means that the file is a link
             raise
     else:
-        if stat.S_ISREG(os.fstat(number).st_mode):
-            return number
-        os.close(number)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
     raise DataError(
         f"{path} is no lock",
         expected="a plain file, or none",
@@ -77,8 +77,8 @@ def _plain(path: str, flags: int) -> int:
 def lock(folder: Path) -> bool:
     """Keep other processes from training in the folder.
 
-    The same process may lock it again, unless it trains there now. Returns whether it had not
-    locked it before.
+    The same process may lock it again, unless it trains there now. Returns True if this call has
+    made the lock; False if this process had it already, or if the system has no locks.
 
     Args:
         folder: folder of a run; or the file of a loop, which need not exist: then the lock is
@@ -101,7 +101,7 @@ def lock(folder: Path) -> bool:
             raise DataError(
                 f"{path} is a link", expected="a folder, because a training removes files in it"
             )
-    key = _untrained(folder)
+    key = _key_of_idle(folder)
     try:
         import fcntl
     except ImportError:
@@ -109,7 +109,8 @@ def lock(folder: Path) -> bool:
     if key in _locks:
         return False
 
-    # The owner of a lock removes its file at the end. Then it is tried again.
+    # The owner of a lock removes its file at the end. If that happens after this file was opened,
+    # the lock is on a file that nobody else finds, so it is tried again with a new one.
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -122,7 +123,7 @@ def lock(folder: Path) -> bool:
             break
         file.close()
 
-    # It says which process that is.
+    # The file says which process has the lock.
     file.truncate(0)
     try:
         print(os.getpid(), file=file, flush=True)
@@ -154,12 +155,12 @@ def begin_training(folder: Path) -> None:
 
     Raises `DataError` if it trains there already.
     """
-    _trained.add(_untrained(folder))
+    _training.add(_key_of_idle(folder))
 
 
 def unlock(folder: Path) -> None:
     "Let others train in the folder; does nothing if this process has not locked it."
-    _trained.discard(_key(folder))
+    _training.discard(_key(folder))
     file = _locks.pop(_key(folder), None)
     if file is None:
         return
@@ -209,7 +210,7 @@ def owner_of(folder: Path) -> str:
                 return ""
             return file.read().strip() or "unknown"
     except (ImportError, FileNotFoundError, DataError):
-        return ""  # there is none, or what no training can have locked
+        return ""  # no locks on this system, no file, or a link, which no training can have locked
     except OSError:
         return "unknown"  # another user, say
 

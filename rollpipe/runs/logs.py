@@ -127,12 +127,13 @@ class WandB:
 
 
 def _wandb():
+    # Python can also import a run's folder `wandb`, which has no `init`.
     try:
         import wandb
     except ImportError:
         wandb = None
     if hasattr(wandb, "init"):
-        return wandb  # False for a run's folder `wandb`, which Python can import, too
+        return wandb
     raise ImportError("Weights & Biases is not installed: pip install 'rollpipe[wandb]'")
 
 # %% ../../nbs/runs/00_logs.ipynb #258786bb
@@ -192,6 +193,7 @@ def _json_line(record: dict) -> str:
 
 
 def _plain(x: Any) -> Any:
+    "A number, or a list of some, in JSON: nan as null, and infinity as a text."
     if isinstance(x, list):
         return [_plain(item) for item in x]
     if not isinstance(x, float) or math.isfinite(x):
@@ -211,7 +213,13 @@ def _csv_line(cells: Iterable) -> str:
 
 # %% ../../nbs/runs/00_logs.ipynb #91132f1e
 def _lost_rows(path: Path, records: list, updates: float) -> list:
-    "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost, as records."
+    """The rows of a CSV file that `metrics.jsonl` has lost, as records.
+
+    Args:
+        path: the file; one that is missing or unreadable has no rows
+        records: the records of `metrics.jsonl`
+        updates: rows after so many updates are left out
+    """
     known = {record.get("updates") for record in records}
     lost = []
     with suppress(OSError, csv.Error, DataError):
@@ -244,7 +252,7 @@ class _Table:
         self.records = records
         self.columns = list(METRICS)
         self.file = None
-        self.is_whole = True
+        self.is_whole = True  # has the file a row for every record?
         self.lost = _lost_rows(path, records(), updates)
         self.make()
 
@@ -263,6 +271,7 @@ class _Table:
         self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, record: dict) -> None:
+        # A record with a new metric needs a new column, so the file is made again.
         self.is_whole = False
         if self.file is None or not set(record) <= set(self.columns):
             self.make()
@@ -350,6 +359,7 @@ class MetricWriter:
             raise
 
     def _tell_lost(self, last, updates):
+        "Warn that the records between the `last` one and so many updates are missing."
         checkpoint = last_kept(self.folder / "checkpoints", last["steps"])
         path = self.folder / "metrics.jsonl"
         text = f"{path} has lost the updates {last['updates'] + 1:.0f} to {updates:.0f}"
@@ -386,6 +396,7 @@ class MetricWriter:
             self._failed.append(sink)
 
     def _warn_of_slip(self, name):
+        "Warn once of an own metric whose name is nearly that of another."
         self._told.add(name)
         near = near_metric(name)
         if near:
@@ -510,11 +521,15 @@ def _evaluation_in(line: str, where: str) -> dict:
 
 
 def _number(x: Any) -> float | int:
+    "A number from JSON, see `_plain`. Raises `ValueError` or `KeyError` for what is none."
     if x is None:
         return math.nan
-    if isinstance(x, bool) or isinstance(x, int) and abs(x) >= 2**63:
+    is_too_large = isinstance(x, int) and abs(x) >= 2**63
+    if isinstance(x, bool) or is_too_large:
         raise ValueError("no number")
-    return x if isinstance(x, (int, float)) else {"inf": math.inf, "-inf": -math.inf}[x]
+    if isinstance(x, (int, float)):
+        return x
+    return {"inf": math.inf, "-inf": -math.inf}[x]
 
 # %% ../../nbs/runs/00_logs.ipynb #9e68475d
 def write_evaluations(folder: str | Path, records: list) -> None:
@@ -537,7 +552,8 @@ def is_evaluated(folder: str | Path, steps: int) -> bool:
         folder: folder of a run
         steps: number of steps that the run has made
     """
-    return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
+    kinds = {record["kind"] for record in read_evaluations(folder) if record["steps"] == steps}
+    return {"last", "best"} <= kinds
 
 
 def is_complete(folder: str | Path, config: dict, counters: dict, stopped: str | None) -> bool:
@@ -554,7 +570,8 @@ def is_complete(folder: str | Path, config: dict, counters: dict, stopped: str |
     if not is_over(config, counters, stopped):
         return False
     every = Every.of(config.get("eval_every", 0))
-    return not every.n or every.unit != "steps" or is_evaluated(folder, counters["steps"])
+    evaluates_by_steps = every.n > 0 and every.unit == "steps"
+    return not evaluates_by_steps or is_evaluated(folder, counters["steps"])
 
 
 def no_run(path: Path) -> DataError:

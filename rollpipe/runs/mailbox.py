@@ -24,7 +24,10 @@ __all__ = ['Mailbox', 'ask']
 
 # %% ../../nbs/runs/08_mailbox.ipynb #1bee7d23
 def _write(path: Path, content: dict) -> None:
-    "Write a file into the inbox, which any of those who ask may remove while it is empty."
+    """Write a file into the inbox.
+
+    Any of those who ask may remove the inbox while it is empty. Then it is made once more.
+    """
     while True:
         path.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):
@@ -70,7 +73,8 @@ class Mailbox:
             except (DataError, OSError, ValueError, RecursionError) as e:
                 wish = e
 
-            # Who removes the file has it: the training, or the one who withdraws it.
+            # The training and the one who withdraws a wish both remove its file. Only the first
+            # succeeds, so a wish is either made or withdrawn.
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
                 yield path, wish
@@ -126,7 +130,8 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     _write(question, wish)
     deadline = monotonic() + timeout
     try:
-        # What was taken gets an answer, though perhaps late, unless the training is killed.
+        # A question that the training has taken gets an answer, though perhaps late, unless the
+        # training is killed. So after `timeout` only the others are given up.
         while not answer.exists():
             if monotonic() > deadline and (question.exists() or not owner_of(folder)):
                 process = owner_of(folder) or "which has ended"

@@ -173,8 +173,9 @@ class Contents:
         for part in parts:
             for record in records_of_folder(part, 0, lambda error: self.faults.append(str(error))):
                 episodes += self._see(record.item)
-        rows = [episode[2:] for episode in episodes]
-        self.episodes = np.array(rows, float).reshape(-1, 3)  # return, length, terminated
+        # float64 [n, 3]: return, length, and whether it terminated
+        rows = [(episode.ret, episode.length, episode.terminated) for episode in episodes]
+        self.episodes = np.array(rows, float).reshape(-1, 3)
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
@@ -532,9 +533,11 @@ def _check_out(folder: Path, out: Path) -> None:
     names = {path.name for path in out.glob("*")}
     others = names - {*PACK_FILES}
 
-    # Without these two, it is a run that has just begun, for example, or a README alone.
+    # Without these two files, `out` may be a run that has just begun, or have a README of somebody.
     is_pack = {"README.md", "checkpoint.safetensors"} <= names or out == folder / "pack"
-    if names and not is_pack or out.resolve() == folder.resolve():
+    is_other_folder = bool(names) and not is_pack
+    is_run_itself = out.resolve() == folder.resolve()
+    if is_other_folder or is_run_itself:
         others = names
     if others:
         raise DataError(
@@ -547,9 +550,11 @@ def _check_out(folder: Path, out: Path) -> None:
 def _film_of(folder: Path, at: int) -> tuple | None:
     "The newest film of a run up to an update, or else its first one: the update, and the path."
     films = {
-        int(path.stem[7:]): path
+        int(path.stem.removeprefix("update-")): path
         for path in folder.glob("videos/update-*.*")
-        if path.stem[7:].isdecimal() and path.is_file() and not path.is_symlink()
+        if path.stem.removeprefix("update-").isdecimal()
+        and path.is_file()
+        and not path.is_symlink()
     }
     if not films:
         return None

@@ -63,15 +63,16 @@ def stop_signals(accepts: Callable = _is_noticed) -> Iterator[None]:
             that is not ignored
     """
     owner = os.getpid()
-    counted = []
+    last_stop = -inf  # the time of the last signal that was not ignored [s]
 
     def stop(number, frame):
+        nonlocal last_stop
         # A process that was forked from this one ends as if there were no handler.
         if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not counted or monotonic() - counted[-1] > 10:
-            counted.append(monotonic())
+        elif monotonic() - last_stop > 10:
+            last_stop = monotonic()
             raise Stopped(number)
 
     before = _handlers(accepts)
@@ -101,7 +102,8 @@ class _Delay:
         self.handlers = _handlers(callable)
         self.received = received
         self.timer = None
-        self.waits = False
+        self.waits = False  # does a signal wait for the end of a batch, at most `PATIENCE`?
+        # the signal that the ranks have agreed on, in a list; None: they agree on nothing
         self.agreed = None
         # When the first signal came; the block before may have left one.
         self.begun = monotonic() if received else -inf
@@ -134,23 +136,31 @@ class _Delay:
         """
         if not ranks.active():
             return is_due
-        number = self.received[0][0] if self.received else None
+        number = None
+        if self.received:
+            number, _ = self.received[0]
         of_ranks = ranks.gathered_objects((number, is_due))
+
+        # The first signal of any rank, as `(number, frame)`
         self.agreed = [(n, None) for n, _ in of_ranks if n is not None][:1]
         return bool(self.agreed) or any(due for _, due in of_ranks)
 
     def receive(self, *args: Any) -> None:
         "The handler of signals."
         self.received.append(args)
-        if len(self.received) == 1:
+        is_first = len(self.received) == 1
+        if is_first:
             self.begun = monotonic()
         if not self.waits:
             return
-        if len(self.received) > 1:
-            if monotonic() - self.begun > ONE_WISH:
-                self.handlers[args[0]](*args)
-        else:
-            self._wait_for_batch(args[0])
+
+        # While a batch is collected, the first signal waits for its end. A later one counts at
+        # once, unless it is the same wish.
+        number, _ = args
+        if is_first:
+            self._wait_for_batch(number)
+        elif monotonic() - self.begun > ONE_WISH:
+            self.handlers[number](*args)
 
     def _wait_for_batch(self, number):
         self.timer = threading.Timer(PATIENCE, self._expire, (number,))
@@ -178,7 +188,8 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
         signal.signal(s, delay.receive)
     try:
         yield delay
-    except WorkerError:  # after a signal, it has also ended the lost process: report the signal
+    except WorkerError:
+        # A signal may have ended the lost process, too. Then the signal is reported.
         if not delay.received:
             raise
         delay.agreed = None

@@ -110,6 +110,9 @@ def recurrence(
 def sharing(shared: bool = False) -> bool:
     """Whether policy and critic share a network.
 
+    This declares the option `shared`: options are read from signatures (`options_of`), and no part
+    of an algorithm has this parameter.
+
     Args:
         shared: policy and critic are one network, and only their last layers differ; this halves
             the work for images
@@ -120,11 +123,17 @@ def sharing(shared: bool = False) -> bool:
 def _check_no_critic(kwargs, options):
     "Raise `DataError` for an option that has no effect where policy and critic are one network."
     for option in options:
-        is_critics = option.part == "critic" and option.param != "encoder"  # that of the actor
-        if not is_critics and option.name not in ("critic_lr", "recurrent"):
+        # Options of the critic alone have no effect. Its encoder is that of the actor.
+        is_of_critic = option.part == "critic" and option.param != "encoder"
+        has_effect = not is_of_critic and option.name not in ("critic_lr", "recurrent")
+        if has_effect:
             continue
+
+        # They must have their defaults; for `critic_lr`, None is the rate of the actor.
         value = kwargs[option.part].get(option.param, option.default)
-        if value == option.default or option.name == "critic_lr" and value is None:
+        is_default = value == option.default
+        is_rate_of_actor = option.name == "critic_lr" and value is None
+        if is_default or is_rate_of_actor:
             continue
         raise DataError(
             "this option is of a critic apart from the policy",
@@ -152,7 +161,10 @@ def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
         return {**parts, "policy": algorithm.shared}
     if not memory:
         return parts
-    if kwargs["pipeline"].get("length", 2) < 2:
+
+    # A pipeline without the option `length` gives fragments of several steps.
+    length = kwargs["pipeline"].get("length")
+    if length is not None and length < 2:
         raise DataError(
             "a memory learns nothing from single steps",
             leaf="length",
@@ -229,14 +241,15 @@ def _options(algorithm):
     if algorithm.shared:
         parts["sharing"] = sharing
 
-    # Where new episodes begin, another pipeline may make them.
+    # An option of the pipeline that does not say when it may change may do so when new episodes
+    # begin, because then the pipeline is built again.
     undeclared: dict[str, Change] = {"pipeline": "with new episodes"}
     options = options_of(parts, (*_FIXED, *algorithm.omitted), undeclared)
 
     # The command line uses the fastest engine; the recipes use torch.
     defaults = {"engine": "auto", **algorithm.defaults}
     options = [x._replace(default=defaults.get(x.name, x.default)) for x in options]
-    # A number of environments stays a number: an id determines none.
+    # None means as many environments as there are instances, and a run names an id, which has none.
     return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]
 
 # %% ../../nbs/settings/01_algorithms.ipynb #fd8b1b46

@@ -151,8 +151,10 @@ def _no_file(path: Path) -> DataError:
 
 
 def _deepest_line(text: str) -> int:
+    "The number of the line in which the most brackets are open."
     depths = [*accumulate((c in "[{") - (c in "]}") for c in text)]
-    return text.count("\n", 0, depths.index(max(depths))) + 1
+    position = depths.index(max(depths))
+    return text.count("\n", 0, position) + 1
 
 
 def _toml(text: str) -> dict:
@@ -227,7 +229,8 @@ def belongs_to(env: str, name: str, table: dict) -> bool:
 
 def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
     "The class of the action space, such as `Discrete`. The environment is made to find out."
-    return type(spaces_of(env, env_kwargs)[1]).__name__
+    _, action_space = spaces_of(env, env_kwargs)
+    return type(action_space).__name__
 
 
 # What a table holds besides options: key -> an empty value of its type, and what is expected.
@@ -252,7 +255,9 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
     for key, (empty, expected) in _ABOUT_A_TABLE.items():
         x = table.get(key, empty)
         is_of_type = isinstance(x, type(empty))
-        if not is_of_type or key == "envs" and not all(isinstance(env, str) for env in x):
+        if is_of_type and key == "envs":
+            is_of_type = all(isinstance(env, str) for env in x)
+        if not is_of_type:
             problem = f"{where}: wrong type of value"
             raise DataError(problem, leaf=key, expected=expected, got=repr(x))
     options = {key: x for key, x in table.items() if key not in _ABOUT_A_TABLE}
@@ -278,7 +283,8 @@ def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
     A table named after the environment comes before families of environments.
     """
     names = [name for name in tables if belongs_to(env, name, tables[name])]
-    names.sort(key=lambda name: name != env.rpartition(":")[2])
+    _, _, own_name = env.rpartition(":")  # without the module
+    names.sort(key=lambda name: name != own_name)
     for name in names:
         actions = tables[name].get("actions")
         if not actions or actions == kind_of_actions(env, env_kwargs):

@@ -60,6 +60,10 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
 
 
 def _is_kind(value: Any, kind: str) -> bool:
+    """Is `value` of this kind, see `kinds_of`?
+
+    Raises `DataError` for a text that looks like a schedule, and is none.
+    """
     if kind == "None":
         return value is None
     if kind == "schedule":
@@ -68,8 +72,10 @@ def _is_kind(value: Any, kind: str) -> bool:
         Schedule.of(value, steps=1)  # raises `DataError` for a text that is no schedule
         return True
     if kind.endswith(",..."):
-        of_items = kind[:-4]
-        return isinstance(value, (tuple, list)) and all(_is_kind(x, of_items) for x in value)
+        kind_of_items = kind.removesuffix(",...")
+        return isinstance(value, (tuple, list)) and all(_is_kind(x, kind_of_items) for x in value)
+
+    # In Python a bool is an int, but True is no number of steps.
     is_other_bool = isinstance(value, bool) and kind not in ("bool", "value")
     return isinstance(value, _TYPES[kind]) and not is_other_bool
 
@@ -79,6 +85,7 @@ def _in_words(kinds: Iterable) -> str:
 
 
 def _as_typed(kinds: Iterable) -> str:
+    "The kinds in words, tuples as they are typed, such as `int or int,int`."
     return re.sub(r"(\w+),\.\.\.", r"\1 or \1,\1", _in_words(kinds))
 
 # %% ../../nbs/settings/00_options.ipynb #d709e161
@@ -273,7 +280,8 @@ def parse_value(text: str, kinds: tuple) -> Any:
 def _read(text: str, kind: str) -> Any:
     if kind.endswith(",..."):
         items = text.strip("()[] ").split(",")
-        return tuple(_read(item, kind[:-4]) for item in items if item.strip())
+        kind_of_items = kind.removesuffix(",...")
+        return tuple(_read(item, kind_of_items) for item in items if item.strip())
     if kind == "dict" and re.match(r"\w+=", text):
         return parse_env_kwargs(text.split(","))
     readers: dict[str, Callable] = dict(float=float, int=_integer, str=str)
@@ -285,13 +293,15 @@ def _read(text: str, kind: str) -> Any:
 
 def _integer(text: str) -> int:
     "An int, which may be written as 1e6, 1m or 100k, in small or capital letters."
-    # An exponent, because 16.1 * 1000 would not be whole
+    # The letters become exponents, because 16.1 * 1000 would not be whole.
     text = re.sub("k$", "e3", text.lower())
     text = re.sub("m$", "e6", text)
-    scaled = float(text)
-    if not scaled.is_integer():
+    number = float(text)
+    if not number.is_integer():
         raise ValueError(f"{text} is not whole")
-    return int(scaled) if "e" in text else int(text)
+
+    # Without an exponent the text is read again, because a float has 53 bits.
+    return int(number) if "e" in text else int(text)
 
 
 def _literal(text: str) -> Any:

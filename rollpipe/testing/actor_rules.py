@@ -101,6 +101,7 @@ def _random_states(space, act_space, T, B, seed):
         )
 
     rew = rng.normal(size=(T, B))
+    # To draw seeds a space, so it is done with copies.
     obs, act = map(draw, deepcopy((space, act_space)))
     return State(*nested.as_seen(nested.torchify((stepno, obs, act, rew, fin))))
 
@@ -293,6 +294,10 @@ def _check_reset(report, trial, used, other, B):
         )
 
 
+# Sums over batches of other sizes have other roundings, so floats agree up to this number.
+_ROUNDING = 1e-4
+
+
 def _check_batch(report, trial, state, hx, T, B):
     "Check that the answer does not depend on how states are batched."
     noise = trial.noise((T, B), 6)
@@ -338,7 +343,7 @@ def _check_batch(report, trial, state, hx, T, B):
         agrees = same(
             at_once[name],
             by_step[name],
-            1e-4,
+            _ROUNDING,
         )
         report.check(
             ACTOR_REPLAY,
@@ -349,19 +354,19 @@ def _check_batch(report, trial, state, hx, T, B):
 
 def _check_columns(report, trial, row, hx, noise):
     "Compare the answer for each environment alone with that for all, in a row `[1, B, ...]`."
-    # Sums over batches of other sizes have other roundings, so floats agree up to 1e-4.
     B = row.fin.shape[1]
     together = trial.step(row, hx, noise=noise)
     for b in range(B):
+        # Column `b` of the four, as one container
         column = (slice(None), slice(b, b + 1))
-        *inputs, its_noise, expected = nested.getitem(
+        its_row, its_hx, its_noise, expected = nested.getitem(
             (row, hx, noise, together),
             column,
         )
-        alone = trial.step(*inputs, noise=its_noise)
+        alone = trial.step(its_row, its_hx, noise=its_noise)
         report.check(
             ACTOR_COLUMNS,
-            same(alone, expected, 1e-4),
+            same(alone, expected, _ROUNDING),
             f"environment {b} gets another answer alone than among {B}",
         )
 
@@ -393,6 +398,8 @@ def check_actor(
         []
     """
     report = Report()
+
+    # A section is left at the first broken rule without which it cannot go on.
     report.section(
         _check_actor,
         report,
@@ -455,17 +462,20 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
 
 
 def _copies(actor):
-    "Two copies; none if nobody can copy the actor, because then no copy can continue."
+    """Two copies of the actor.
+
+    None if it cannot be copied: then no run is resumed with a copy, and the rule says nothing.
+    """
     try:
         return [deepcopy(actor), deepcopy(actor)]
     except Exception:
         return []
 
 
-def _check_copies(report, trials, here, there):
-    """Compare the answers of two copies of an actor.
+def _check_copies(report, trials, states, other_states):
+    """Compare the answers of two copies of an actor to `states`.
 
-    The first one has answered the states `there` before.
+    The first copy has answered `other_states` before.
     """
 
     def answer(trial, state):
@@ -477,8 +487,8 @@ def _check_copies(report, trials, here, there):
             )
 
     # What the first one has seen must not matter to it.
-    answer(trials[0], there)
-    used, fresh = (answer(trial, here) for trial in trials)
+    answer(trials[0], other_states)
+    used, fresh = (answer(trial, states) for trial in trials)
     report.check(
         ACTOR_RESUMABLE, same(used, fresh), "one that has answered before gives another answer"
     )
@@ -498,16 +508,20 @@ def _state_of(actor):
     return state
 
 
-def _check_answers(report, trial, here, there, hx, T, B):
-    "Check the answers of an actor. `hx` is any recurrent state of the actor."
-    row = _rows(here, 0)
+def _check_answers(report, trial, states, other_states, hx, T, B):
+    """Check the answers of an actor to two sets of random states.
+
+    `hx` is any recurrent state of the actor.
+    """
+    row = _rows(states, 0)
     hx = _reset_all(trial, hx, B)
 
-    # A second call changes neither the first answer, nor what the same call answers again.
+    # A second call, with other states, changes neither the first answer, nor what the same call
+    # answers again.
     answer = trial.step(row, hx, seed=1)
     first = snapshot(answer)
-    other = trial.step(
-        _rows(there, 1),
+    _, hx_of_other, _ = trial.step(
+        _rows(other_states, 1),
         hx,
         seed=2,
     )
@@ -519,10 +533,10 @@ def _check_answers(report, trial, here, there, hx, T, B):
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
 
-    # Nor do a virtual call, and the past of another episode.
+    # A virtual call does not change what the same call answers again.
     if repeats:
         trial.step(
-            _rows(there, 1),
+            _rows(other_states, 1),
             hx,
             seed=3,
             virtual=True,
@@ -533,8 +547,10 @@ def _check_answers(report, trial, here, there, hx, T, B):
             same(again, first),
             "the same call gave another answer after it",
         )
+
+        # The previous action and reward do not matter, because row 0 begins new episodes.
         past = row._replace(
-            act=_rows(there.act, 0),
+            act=_rows(other_states.act, 0),
             rew=row.rew + 1,
         )
         report.check(
@@ -548,7 +564,7 @@ def _check_answers(report, trial, here, there, hx, T, B):
         used = hx
         for t in range(T):
             _, used, _ = trial.step(
-                _rows(here, t),
+                _rows(states, t),
                 used,
                 seed=t,
             )
@@ -556,13 +572,14 @@ def _check_answers(report, trial, here, there, hx, T, B):
             report,
             trial,
             used,
-            other[1],
+            hx_of_other,
             B,
         )
 
-    # Batches of other shapes need a correct `reset`, and the same random numbers.
+    # Batches of other shapes need a correct `reset`, and the same random numbers. An actor without
+    # `draw_noise` gets them only if it draws none: then another seed gives the same answer.
     broken = {v.rule for v in report.violations}
     if not repeats or broken & {ACTOR_RESET, ACTOR_RESET_FORGETS}:
         return
     if trial.takes_noise or same(trial.step(row, hx, seed=4), first):
-        _check_batch(report, trial, here, hx, T, B)
+        _check_batch(report, trial, states, hx, T, B)

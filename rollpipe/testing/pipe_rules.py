@@ -131,7 +131,8 @@ def _with_inputs_from(pipe, firsts=None):
 
     Also returns a list that counts the items of each input up to the last one that was read.
     """
-    # `Lanes` copies what is above it, and keeps its state.
+    # `Lanes` copies what is above it, and keeps the state of the copies. So it reads its input from
+    # the beginning.
     sources = [] if getattr(pipe, "copies_above", False) else inputs(pipe)
     firsts = firsts or [0] * len(sources)
     counts = list(firsts)
@@ -140,12 +141,13 @@ def _with_inputs_from(pipe, firsts=None):
         def note(i=i):
             counts[i] += 1
 
+        # Each edit copies the graph, so the input is looked up again.
         make = partial(_From, first=first, note=note)
         pipe = _insert_after(
             pipe,
             inputs(pipe)[i],
             make,
-        )  # each edit copies the graph
+        )
     return pipe, counts
 
 
@@ -171,7 +173,8 @@ def _check_resumes(report, make, k, expected):
         return
     rest = expected[k:]
 
-    # The state after `k` items, and another pipe that gets it
+    # The state after `k` items, and another pipe that gets it. Its inputs begin with the item after
+    # those that the first pipe has read.
     with report.demand(PIPE_RESUMABLE):
         with _open(pipe) as stream:
             for _ in range(k):

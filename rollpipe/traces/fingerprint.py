@@ -122,6 +122,7 @@ def code_digest(code: Any) -> str:
 
 
 def _ordered(x):
+    "The text of a constant. A frozenset has no order of its own."
     return sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
 
 # %% ../../nbs/traces/01_fingerprint.ipynb #0f85b0f0
@@ -375,6 +376,7 @@ class Description:
         return digest(sorted(inner.leaves.items()))
 
     def _set_text(self, x):
+        "The text of a set."
         if all(isinstance(y, PLAIN) for y in x):
             members = ", ".join(sorted(map(repr, x)))
             return short(f"{{{members}}}")
@@ -385,6 +387,7 @@ class Description:
         return f"{type(x).__name__} of {len(x)}, {digest(hashes)}"
 
     def _network(self, path, x):
+        "The name of a network: a new one is called by its path."
         for name, network in self.networks.items():
             if network is x:
                 return name
@@ -406,6 +409,7 @@ class Description:
         return f"{module}.{name}".strip(".") if is_installed(module) else name
 
     def _class(self, path, cls):
+        "Describe a class: its name, and of code of the user its attributes."
         self.leaves[path] = self._name(
             cls.__module__,
             cls.__qualname__,
@@ -429,6 +433,7 @@ class Description:
         self.texts[cls] = self.leaves[path]
 
     def _function(self, path, f):
+        "Describe a function: its name, and of code of the user what it does and reads."
         module = f.__module__ or ""
         self.leaves[path] = self._name(
             module,
@@ -456,10 +461,14 @@ class Description:
             )
 
     def _object(self, path, x):
+        "Describe an object by its class, and by its attributes or what pickle would keep."
         kind = type(x)
         parts: Any = attributes(x)
+
+        # What a class itself calls its state leaves out what was only made from it, such as the
+        # index of a table.
         if _has_getstate(kind) and not isinstance(x, gym.Env):
-            parts = dict(state=x.__getstate__())  # a table leaves out the index that it has made
+            parts = dict(state=x.__getstate__())
 
         # How pickle would make it again, if its class says so, or nothing else tells what it is
         reduce = copyreg.dispatch_table.get(kind)
@@ -483,6 +492,7 @@ class Description:
 
 
 def _holds_objects(x):
+    "Whether `x` is an array of objects, whose bytes would be addresses."
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject
 
 
@@ -505,10 +515,13 @@ def _lasting(x):
 
 
 def _of_seeds(path):
-    return f"seeds/{path.partition('/')[2]}"  # seeds and random states are a part of their own
+    "The path without its first part, below `seeds`: seeds and random states are their own part."
+    _, _, rest = path.partition("/")
+    return f"seeds/{rest}"
 
 
 def _key(key):
+    "The text of a key of a dict, as a part of a path."
     if isinstance(key, str) and key.isidentifier():
         return key
     if isinstance(key, (*PLAIN, type, Enum)):
@@ -646,10 +659,12 @@ class Fingerprint:
         # What is unknown equals nothing.
         pairs = {}
         for path in sorted(a.keys() | b.keys()):
-            pair = a.get(path, "missing"), b.get(path, "missing")
-            if pair[0] != pair[1] or pair[0].startswith(UNKNOWN):
-                pairs[path] = pair
+            text_a = a.get(path, "missing")
+            text_b = b.get(path, "missing")
+            if text_a != text_b or text_a.startswith(UNKNOWN):
+                pairs[path] = text_a, text_b
 
+        # Of leaves that only one of both has, those below another one of them are left out.
         lonely = {path for path, pair in pairs.items() if "missing" in pair}
         below = {path for path in lonely if _above(path) & lonely}
         return Differences({path: pair for path, pair in pairs.items() if path not in below})
@@ -672,6 +687,7 @@ class Fingerprint:
 
 
 def _above(path):
+    "The paths above a path."
     return {path[:i] for i, letter in enumerate(path) if letter == "/"}
 
 # %% ../../nbs/traces/01_fingerprint.ipynb #5f545a99
@@ -713,6 +729,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
         )
     _add_networks(description)
 
+    # The seeds of pipes. If none has one, each iteration draws other numbers.
     seeds = {name: repr(x.seed) for name, x in pipes.items() if isinstance(x, Seeded)}
     if set(seeds.values()) == {"None"}:
         seeds = dict.fromkeys(
@@ -729,6 +746,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
 
 
 def _add_pipe(description, name, node, pipes):
+    "Describe a pipe: its class, the names of its inputs, and its other attributes."
     ids = {id(x) for x in inputs(node)}
     names = [key for key, x in pipes.items() if id(x) in ids]
     description.add(
@@ -750,6 +768,7 @@ def _add_agent(description, agent, networks):
     options = attributes(agent)
     if is_dataclass(agent):
         options = {f.name: getattr(agent, f.name) for f in fields(agent)}
+
     # The value of an option that follows a schedule is no setting, but the schedule is.
     for name, x in getattr(agent, "schedules", {}).items():
         options[name] = str(x) if isinstance(x, Schedule) else x
@@ -762,7 +781,8 @@ def _add_agent(description, agent, networks):
 
 
 def _add_networks(description):
-    "The networks that were met. Those in their attributes are met here, and come last."
+    "Describe the networks that were met. Those in their attributes are met here, and come last."
+    # To describe a network may add others to `description.networks`.
     done = set()
     while len(done) < len(description.networks):
         name = next(name for name in description.networks if name not in done)

@@ -55,9 +55,13 @@ def running(crc: int | None, x: Any) -> int:
 
 # %% ../../nbs/traces/02_journal.ipynb #605e865a
 def _sums(trees) -> Any:
-    "int64 [T+1, B]: sums of the bits of all numbers in a row and column."
+    """Sums of the bits of all numbers in a row and column, int64 `[T+1, B]`.
+
+    Each leaf has another factor, so two leaves that are exchanged change the sums.
+    """
     total = 0
     for k, x in enumerate(nested.leaves(trees), 1):
+        # A number counts as an integer with its bits, or byte by byte if there is no such integer.
         data = as_array(x)
         is_word = data.itemsize in (1, 2, 4, 8)
         bits = data.view(f"i{data.itemsize}" if is_word else np.uint8)
@@ -126,7 +130,7 @@ def first_place(a: dict, b: dict) -> tuple | None:
         4,
     )
 
-    # Within a row, the environment is first.
+    # The first row that differs. Within a row, the environment comes before the actor.
     rows = []
     for name in ("env", "actor"):
         for row in _differing_sums(a[name], b[name], 2)[:1]:
@@ -204,7 +208,8 @@ def _row(line, before):
         expected, total = _line(entry, before)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-    are_counts = all(type(x) is int for x in entry[:4])
+    counts = entry.updates, entry.steps, entry.resumes, entry.since
+    are_counts = all(type(x) is int for x in counts)
     is_whole = are_counts and expected == line + "\n"
     return (entry, line, total) if is_whole else None
 
@@ -225,7 +230,7 @@ def _entries(path):
             problem = f"{path}, line {n}: damaged, or a line before it is missing"
             raise DataError(problem, got=line[:80])
         rows.append(row)
-        before = row[-1]
+        _, _, before = row
     return rows
 
 
@@ -384,14 +389,16 @@ class Journal:
         root = ".state" if is_part else ""
         tree = fresh.state if is_part else fresh
         leaves, structure = nested.flatten(tree)
-        if root not in self.known or structure != self.known[root][0]:
-            self.known[root] = structure, nested.paths(tree, root)
+        known_structure, paths = self.known.get(root, (None, None))
+        if structure != known_structure:
+            paths = nested.paths(tree, root)
+            self.known[root] = structure, paths
 
         # In a loop of one's own, a resumed process counts the versions of its weights anew.
         is_loop = not self.networks
         self.next = {
             path: running(self.batch.get(path), x)
-            for path, x in zip(self.known[root][1], leaves)
+            for path, x in zip(paths, leaves)
             if not (is_loop and path.endswith(".version"))
         }
 

@@ -41,12 +41,12 @@ class BatchRenorm(nn.Module):
             too
         momentum: weight of the past in the running moments
         eps: added to variances
-        r_max: greatest ratio of the standard deviations of batch and past, and of past and batch
-        d_max: greatest difference of their means, in standard deviations
+        r_max: largest ratio of the standard deviations of batch and past, and of past and batch
+        d_max: largest difference of their means, in standard deviations of the past
         warm_up: number of batches that are normalised by their own moments
     """
 
-    # they belong to the weights, so an average of networks averages them, too
+    # buffers that `PolicyAverage` averages like weights, because the weights were learned with them
     averaged = ("mean", "var")
     mean: Tensor
     var: Tensor
@@ -103,6 +103,7 @@ class BatchRenorm(nn.Module):
 
     @torch.no_grad()
     def _remember(self, mean, var):
+        "Let the running moments learn from those of a batch."
         self.mean.lerp_(mean, 1 - self.momentum)
         self.var.lerp_(var, 1 - self.momentum)
         self.n_batches += 1
@@ -255,6 +256,7 @@ class CrossQ(SoftLearner):
         with self.critic.by_batch():
             values = self.critic(*pairs)
 
+        # The values of both, spread over `[T, B]` again, with 0 in the rows that were left out
         def spread(x, where):
             return x.new_zeros(len(x), *where.shape).masked_scatter(where, x)
 

@@ -86,8 +86,9 @@ class ReplayLearner(Discounted, Learner):
 
     It also makes `target`. If its exploration decays, it writes `explore` and `exploration`.
 
-    The memory is not part of the learner's state, but of that of the stream (see `stream_state`).
-    Without that, it is filled anew, with the exploration of the time of the checkpoint.
+    The memory is part of the state of the stream (see `stream_state`), and not of the learner's. A
+    learner that is resumed without the state of the stream fills a new memory, and explores as much
+    as it did at the time of the checkpoint.
 
     Args:
         multi_step: number of rewards that are summed before a value; at most the length of the
@@ -101,8 +102,8 @@ class ReplayLearner(Discounted, Learner):
     critic_epochs: int = not_offered(0)
     keeps = (*Learner.keeps, "target", "gradient_steps", "target_updates")
     batch_needs = ()  # a fresh fragment needs no advantages, value targets and log-probabilities
-    # weight of the greatest TD error in the priority of a longer sample; the mean error has the
-    # rest
+    # The priority of a sample of several steps is `eta` times its largest TD error, and `1 - eta`
+    # times the mean of its errors.
     eta = 0.9
 
     def make_target(self, net: torch.nn.Module) -> None:
@@ -111,9 +112,10 @@ class ReplayLearner(Discounted, Learner):
         self.steps = self.gradient_steps = self.target_updates = 0
 
     def copy_buffers(self) -> None:
-        """Copy the normalisers to the target network, until its first update.
+        """Copy the normalisers to the target network.
 
-        Its own normalisers have seen no data yet.
+        Every update calls this, as long as the target network has not been updated itself: its own
+        normalisers have seen no data yet.
         """
         update_buffers(self.target, self.actor)
 
@@ -127,17 +129,18 @@ class ReplayLearner(Discounted, Learner):
     def update(self, batch: Replayed | Fragment) -> dict:
         """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample.
 
-        Returns metrics (see `METRICS`). As long as there are no samples, it only counts. Fresh
-        steps that are in a memory need not have a valid row. Raises `DataError` if something is not
-        finite, or no row of a `Fragment` is valid.
+        Returns metrics (see `METRICS`). As long as there are no samples, it only counts. Raises
+        `DataError` if something is not finite, or if a `Fragment` has no valid row. The fresh steps
+        of a `Replayed` may all be invalid.
         """
         if not isinstance(batch, Replayed):
             check_item(batch, Fragment, self)
-            batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
+            only_sample = Sample(fragment=batch, index=None, weight=None)
+            batch = Replayed(fresh=batch, samples=iter([only_sample]), memory=None)
         fresh = batch.fresh
         memory = batch.memory
         start = perf_counter()
-        begin_metrics = self.begin(fresh, may_rest=memory is not None)
+        begin_metrics = self.begin(fresh, may_be_empty=memory is not None)
         exploration = self.exploration()
 
         # The exponent of a memory's importance weights rises with the steps.
@@ -156,15 +159,16 @@ class ReplayLearner(Discounted, Learner):
 
         # Learn from all samples. Ranks take them in step.
         records = []
-        n_drawn = 0
+        n_drawn_here = 0  # valid steps in the samples of this rank
         samples = TimedIterator(batch.samples)
         for sample in ranks.in_step(samples, "samples"):
             records.append(self.learn(sample, memory))
-            n_drawn += sample.fragment.valid.sum()
+            n_drawn_here += sample.fragment.valid.sum()
 
-        # Count the fresh steps, and what all memories hold.
+        # Count the fresh steps, and what the memories of all ranks hold and have given.
         n_fresh = self.count(fresh)
-        sizes = torch.tensor([len(memory or ()), int(n_drawn)])
+        n_stored_here = 0 if memory is None else len(memory)
+        sizes = torch.tensor([n_stored_here, int(n_drawn_here)])
         n_stored, n_drawn = map(int, ranks.totals(sizes)[0])
         if memory is not None:
             replay_ratio = n_drawn / max(n_fresh, 1)

@@ -68,7 +68,9 @@ def _check_somebody_listens(address, timeout=5.0):
     try:
         with socket.create_connection((host, int(port)), timeout) as link:
             link.sendall(_HELLO)
-            if link.recv(9)[3:4] != b"\x04":
+            frame = link.recv(9)
+            frame_type = frame[3:4]
+            if frame_type != b"\x04":  # SETTINGS
                 raise ConnectionError("what listens there is not Ray")
     except (OSError, OverflowError) as e:
         raise _no_cluster(address, e) from e
@@ -165,10 +167,14 @@ def descendants(pid: int) -> list:
     children = defaultdict(list)
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = file.read_text(errors="replace").rpartition(")")[2].split()
+            text = file.read_text(errors="replace")
         except OSError:
             continue  # the process has ended
-        parent = int(fields[1])
+
+        # Behind the name in brackets stand the state and the parent.
+        _, _, behind_name = text.rpartition(")")
+        _, parent, *_ = behind_name.split()
+        parent = int(parent)
         children[parent].append(int(file.parent.name))
 
     # The loop also runs over the processes that it appends.
@@ -194,7 +200,8 @@ def _start(ray, ending: ExitStack) -> None:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if needs_short_path else None)
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
 
-    # At the end: shut down, and kill what a failed start has left.
+    # At the end, in reverse order: shut down, kill what a failed start has left, and guard it no
+    # longer.
     before = set(descendants(os.getpid()))
     guarded = set()
     ending.callback(unguard, guarded)

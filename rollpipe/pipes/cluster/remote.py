@@ -207,7 +207,8 @@ class LaneServer(LaneRunner):
                 has no such arrays; or `(state,)` of the lane
         """
         if request[0] == STATE:
-            return (self.state(request[1]),)
+            _, lane = request
+            return (self.state(lane),)
 
         # Here is memory for one item, whatever the number of items in a slot of the driver.
         self.lane, _, _, _, layout = request
@@ -240,8 +241,9 @@ def reason_of(e: BaseException) -> str:
         "The actor died because of an error raised in its creation task, ",
         "Worker exit detail: ",
     ):
-        text = text.rpartition(begin)[2]
-    return text.partition(" Some common causes")[0][:600] or type(e).__name__
+        _, _, text = text.rpartition(begin)
+    text, _, _ = text.partition(" Some common causes")
+    return text[:600] or type(e).__name__
 
 # %% ../../../nbs/pipes/32_cluster/01_remote.ipynb #039742d0
 def traceback_of(pid: int, descriptor: int, timeout: float) -> str:
@@ -313,12 +315,12 @@ class RemoteWorker:
         self.ray = ray
         self.name = name
         self.grace = grace
-        # Known from the answer of `begin`: process, descriptor of its `TracebackFile`, node, and
-        # address of the node.
+
+        # Known from the answer of `begin`
         self.pid = None
-        self.descriptor = -1
-        self.node = None
-        self.host = None
+        self.descriptor = -1  # of its `TracebackFile`
+        self.node = None  # id of its node
+        self.host = None  # address of its node
 
         # `kill` ends the worker at once. `unanswered` are the answers of Ray that were not taken.
         self.actor = ray.remote(WorkerActor).options(**options).remote()
@@ -502,7 +504,8 @@ def _errors_of(worker, answers) -> list:
         for answer in answers:
             ready, _ = worker.ray.wait([answer], timeout=0)
             if ready:
-                messages += worker._read(answer)[0]
+                its_messages, *_ = worker._read(answer)
+                messages += its_messages
     except WorkerDied:
         return []
     return [unpack_exception(*content) for kind, *content in messages if kind == "error"]

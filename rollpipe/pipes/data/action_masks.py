@@ -41,6 +41,7 @@ def mask_space(sizes: Any) -> gym.Space:
 
 
 def _checked_sizes(space, what):
+    "The `mask_sizes` of a space. Raises `SpaceError`, which names `what`, if there are none."
     sizes = mask_sizes(space)
     if sizes:
         return sizes
@@ -102,7 +103,8 @@ def _drawn(space, act, mask, sizes):
         return {**act, **drawn}
 
     # One integer for each part of the mask
-    parts = np.split(mask != 0, np.cumsum(sizes)[:-1])
+    begins_of_others = np.cumsum(sizes)[:-1]
+    parts = np.split(mask != 0, begins_of_others)
     integers = [space.np_random.choice(part.nonzero()[0]) for part in parts]
     return np.reshape(integers, space.shape or ()) + space.start
 
@@ -324,9 +326,10 @@ class ActionMask:
             f"obs[{self.name!r}]",
         )
         for x, sizes, leaf in leaves:
-            # Has each integer, whose values begin at `first`, one that is allowed?
-            first = np.cumsum((0, *sizes[:-1]))
-            has_action = np.logical_or.reduceat(x != 0, first, -1).all(-1)
+            # Is a value allowed of each integer? `reduceat` looks at each of its values, from the
+            # one at `begins` to the next begin.
+            begins = np.cumsum((0, *sizes[:-1]))
+            has_action = np.logical_or.reduceat(x != 0, begins, -1).all(-1)
             stuck = ~has_action & acting
             if stuck.any():
                 b = int(stuck.argmax())

@@ -25,7 +25,8 @@ def with_field_docs(cls: Kind) -> Kind:
     """Decorator of a named tuple: the entry of a field under `Args:` in the class docstring becomes
     the docstring of that field.
     """
-    entries = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")[2]
+    _, _, entries = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")
+
     # A meaning may go on in lines that are indented deeper.
     for name, meaning in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", entries, re.M):
         if name in getattr(cls, "_fields"):  # noqa: B009  the type checker does not know `_fields`
@@ -203,6 +204,7 @@ class Tick(NamedTuple):
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #e3c00ae6
 def _flags(like, name, x, default=False):
+    "The flags `x` `[T, B]`, or `default` everywhere if there are none."
     x = torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
     if x.dtype is torch.bool:
         return x
@@ -234,7 +236,7 @@ def _check_rewards(rew):
         )
 
 
-def _first_numbers(stepno, rew):
+def _stepno_of_row_0(stepno, rew):
     "The step numbers `[B]` of row 0."
     stepno = torch.as_tensor(stepno, device=rew.device)
     is_whole = not (stepno.is_floating_point() or stepno.dtype is torch.bool)
@@ -411,7 +413,7 @@ def from_steps(
         )
 
     # Rows, terminations and true last observations
-    first = _first_numbers(stepno, rew)
+    first = _stepno_of_row_0(stepno, rew)
     end = terminated | truncated | ~valid
     state = _history(
         first,

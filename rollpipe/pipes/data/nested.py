@@ -90,7 +90,7 @@ class Form:
         else:
             xs, structure = flatten(tree)
             if structure != self.structure:
-                xs = self.other_structure(tree)
+                xs = self.other_structure(tree)  # raises, unless a subclass accepts the tree
         for x, (dtype, shape) in zip(xs, self.specs):
             if not self.fits(x, dtype, shape):
                 self._refuse_first(xs)
@@ -108,14 +108,19 @@ class Form:
         if its_dtype is dtype:
             return True
 
-        # A class stands for all sizes of its kind.
-        digits = "0123456789" if isinstance(its_dtype, type) or isinstance(dtype, type) else ""
-        return _name(its_dtype).rstrip(digits) == _name(dtype).rstrip(digits)
+        # The dtype of a Python scalar is a class, which stands for all sizes of its kind: names are
+        # compared without their size, as `float` of `float32`.
+        name = _name(dtype)
+        its_name = _name(its_dtype)
+        if isinstance(its_dtype, type) or isinstance(dtype, type):
+            name = name.rstrip("0123456789")
+            its_name = its_name.rstrip("0123456789")
+        return its_name == name
 
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
         its_dtype, its_shape = _spec(x)
-        # Shape and dtype are right in a subclass that accepts tensors only.
+        # A subclass may accept tensors only, and refuse an array of the right shape and dtype.
         problem = "this is no tensor"
         if its_shape != shape:
             problem = "wrong shape"
@@ -213,10 +218,10 @@ def _cat(xs, dim):
     three times faster.
     """
     n_bytes = sum(x.nbytes for x in xs)
-    if n_bytes < 2**22 or not all(map(_is_ordinary, xs)):
+    if n_bytes < 2**22 or not all(_is_ordinary(x) for x in xs):
         return torch.cat(xs, dim)
 
-    # torch says what does not fit.
+    # torch raises the error for tensors that do not fit, and joins those that it converts.
     first = xs[0]
     if dim < 0 or any(_beside(x, dim) != _beside(first, dim) for x in xs):
         return torch.cat(xs, dim)
@@ -238,6 +243,7 @@ def _joined_shape(xs, dim):
 
 
 def _is_ordinary(x):
+    "Is `x` a tensor on the CPU, of no subclass, and without gradients?"
     return type(x) is torch.Tensor and x.is_cpu and not x.requires_grad
 
 
@@ -246,36 +252,36 @@ def _adjoin(xs, dim):
 
     There is no copy if each tensor begins in memory where the previous one ends.
     """
-    if dim < 0 or not all(_is_plain(x) and dim < x.ndim for x in xs):
+    if dim < 0 or not all(_can_be_viewed(x) and dim < x.ndim for x in xs):
         return _cat(xs, dim)
     first = xs[0]
 
     def form(x):
         return x.stride(), _beside(x, dim)
 
-    # Each must have the form of the first, and begin where the one before ends.
+    # Each must have the form of the first, lie in the same memory, and begin where the one before
+    # ends.
     memory = first.untyped_storage()
     end = first.storage_offset()
-
     for x in xs:
-        # It must lie in the same memory, right behind the one before.
         is_same_memory = x.untyped_storage().data_ptr() == memory.data_ptr()
         if form(x) != form(first) or x.storage_offset() != end or not is_same_memory:
             return _cat(xs, dim)
         end += x.shape[dim] * first.stride(dim)
 
-    # The place of the last element
+    # A view must not reach beyond the memory.
     shape = _joined_shape(xs, dim)
     strides = first.stride()
-    last = first.storage_offset()
+    last = first.storage_offset()  # the place of the last element
     for n, stride in zip(shape, strides):
         last += (n - 1) * stride
     if 0 in shape or (last + 1) * first.itemsize > memory.nbytes():
-        return _cat(xs, dim)  # a view would reach beyond the storage
+        return _cat(xs, dim)
     return first.as_strided(shape, strides)
 
 
-def _is_plain(x) -> bool:
+def _can_be_viewed(x) -> bool:
+    "Is `x` an ordinary tensor whose numbers lie in memory as they are?"
     if not _is_ordinary(x) or x.layout is not torch.strided:
         return False
     return not (x.is_conj() or x.is_neg())
@@ -305,6 +311,7 @@ def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
 
 
 def _join(trees, dim, npy, pyt):
+    "Join containers: arrays by `npy`, a function of numpy, and tensors by `pyt`, one of torch."
     trees = list(trees)
     if not trees:
         raise DataError("nothing to join", expected="at least one container", got="none")
@@ -312,6 +319,7 @@ def _join(trees, dim, npy, pyt):
     def join(*xs):
         return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
 
+    # Only after an error is it looked for what does not fit.
     try:
         return optree.tree_map(join, *trees)
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
@@ -479,7 +487,9 @@ def as_array(x: Any) -> np.ndarray | None:
 
 
 def form_of(x: Any) -> str:
-    """Library, dtype and shape of an array, or the text of plain data.
+    """Library, dtype and shape of an array, or the text of plain data, for comparisons and files.
+
+    A `Form` leaves out the library, because it accepts arrays in place of tensors.
 
     Args:
         x: a leaf
@@ -497,7 +507,7 @@ def form_of(x: Any) -> str:
 
 
 def leaf(x: Any) -> tuple[str, str]:
-    """`(form, sha256 of the bytes)` of a leaf. Plain data has no hash.
+    """What is compared of a leaf: `(form, sha256 of its bytes)`. Plain data has no hash.
 
     Raises `TypeError` as `form_of` does.
     """
@@ -548,7 +558,7 @@ class Difference(NamedTuple):
     b: Any
 
     def __str__(self):
-        place = "" if self.at is None else f"[{', '.join(map(str, self.at))}]"
+        place = "" if self.at is None else f"[{', '.join(str(i) for i in self.at)}]"
         return f"{self.path}{place}: {self.a} != {self.b}"
 
 
@@ -577,7 +587,7 @@ def first_difference(a: Any, b: Any, root: str = "") -> Difference | None:
         byte = _first_byte(as_array(a[path]), as_array(b[path]))
         if byte is not None:
             index = np.unravel_index(byte // a[path].itemsize, a[path].shape)
-            at = tuple(map(int, index))
+            at = tuple(int(i) for i in index)
             return Difference(
                 path,
                 at,

@@ -50,6 +50,7 @@ def check_answers(name: str, answer: tuple, expected: tuple) -> None:
         for leaf, x, y in leaves:
             y = y.detach().numpy()
             tolerance = TOLERANCE if y.dtype.kind == "f" else 0
+
             # A small number may be the sum of large terms, which are rounded.
             largest = np.abs(y[np.isfinite(y)]).max(initial=1)
             if (
@@ -108,7 +109,7 @@ def check_engine_alike(engine: Any) -> None:
             obs=now.obs,
             act=nested.getitem(graph_act, 0),
             rew=now.rew + 0.5,
-            fin=now.fin & False,
+            fin=np.zeros_like(now.fin),
         )
         rows.begin(next_state, graph_hx)
     rows.begin(*original)
@@ -242,7 +243,10 @@ class OnnxEngine:
 
     def answer(self, t: int) -> tuple:
         "The actor's answer `(action, hx)` in row `t`. Both are overwritten later."
-        (self.runs[t] or self._bind(t))()
+        run = self.runs[t] or self._bind(t)
+        run()
+
+        # The action is an input of the next step, if the graph reads it.
         rows = self.rows
         if "act" in self.reads:
             nested.setitem(
@@ -353,7 +357,9 @@ class OnnxEngine:
 
         Returns False if a shape or dtype has changed.
         """
-        if [x[2:] for x in self.where] != [x[2:] for x in where]:
+        old_forms = [(shape, dtype) for _, _, shape, dtype in self.where]
+        new_forms = [(shape, dtype) for _, _, shape, dtype in where]
+        if old_forms != new_forms:
             return False
         self._bind_weights(where)
         return True

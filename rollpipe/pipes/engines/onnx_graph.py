@@ -48,7 +48,7 @@ def without_time(model: Any) -> Any:
     new.CopyFrom(model)
     graph = new.graph
 
-    # Names of the values without time dimension: first the inputs, then what follows from them
+    # Names of the values that lose the time dimension: first inputs, then what follows from them
     shortened = {x.name for x in graph.input if _is_input_with_time(x)}
     if not all(_shorten_outputs(node, shortened) for node in graph.node):
         return model
@@ -64,6 +64,7 @@ def without_time(model: Any) -> Any:
         return model
     if not shortened <= shapes_before.keys():
         return model
+
     # The result of `Shape` is a list, which has become shorter.
     lists = {node.output[0] for node in graph.node if node.op_type == "Shape"}
     for name, shape in shapes_before.items():
@@ -81,10 +82,11 @@ def _shorten_outputs(node, shortened):
     if not any(x in shortened for x in node.input):
         return True
     axis = next((x for x in node.attribute if x.name == "axis"), None)
-    has_axis = axis is not None and axis.i != 0
-    if node.op_type in _ALONG_AXIS and node.input[0] in shortened and has_axis:
+    has_other_axis = axis is not None and axis.i != 0
+    if node.op_type in _ALONG_AXIS and node.input[0] in shortened and has_other_axis:
         # A negative axis counts from the end, so it stays.
-        axis.i -= axis.i > 0
+        if axis.i > 0:
+            axis.i -= 1
     elif node.op_type == "MatMul" and node.input[1] not in shortened:
         pass
     elif node.op_type == "Expand" or node.op_type == "Shape" and not node.attribute:
@@ -150,6 +152,7 @@ def to_onnx(pure: PureStep) -> bytes:
     names = [f"weight_{k}" for k in range(pure.n_weights)]
     names += [f"input_{k}" for k in range(n_inputs)]
     file = io.BytesIO()
+
     # torch would print a graph that fails.
     silent_log = patch("torch._C._jit_onnx_log", create=True)
     try:

@@ -57,11 +57,11 @@ class SeededActor:
         # The state of torch's global generator, for an actor that takes no noise
         self.global_state = self.generator.get_state()
 
-        # The noise of `chunk` steps, as one block and step by step, and the index of the next step
+        # The noise of `chunk` steps
         self.chunk = max(1, min(self.CHUNK, self.MAX_ACTIONS // n_envs))
-        self.block = None
-        self.rows = None
-        self.at = self.chunk
+        self.block = None  # as one block, nested [chunk, B, ...]
+        self.rows = None  # step by step, each [1, B, ...]; None: nobody has asked for a step
+        self.at = self.chunk  # index of the next step; `chunk`: the block is used up
 
         # The state of the generator before this block was drawn. None: nothing was drawn.
         self.before = None
@@ -105,6 +105,7 @@ class SeededActor:
         return parts[0] if len(parts) == 1 else nested.cat(parts)
 
     def _draw(self):
+        "Draw the noise of the next `chunk` steps."
         self.before = self.generator.get_state()
         self.block = self.actor.draw_noise((self.chunk, self.n_envs), self.generator)
         self.rows = None
@@ -117,6 +118,8 @@ class SeededActor:
     def set_state(self, state: tuple) -> None:
         "Continue from a state that `get_state` returned."
         now, self.global_state, before, at = state
+
+        # A block that was drawn is drawn again, which leads the generator to its state `now`.
         if before is None:
             self.generator.set_state(now)
         else:
@@ -293,7 +296,7 @@ class AnswerCheck:
         # The environments refuse an action that is not in their space.
         self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
         self.first = dict(act=act, hx=hx, info=info)
-        self.structure = nested.flatten((act, hx, info))[1]
+        _, self.structure = nested.flatten((act, hx, info))
 
     def _shapes_for(self, n):
         "The shapes of the leaves in an answer for `n` environments, by the first answer."
@@ -445,8 +448,10 @@ class Unchanging:
         return self
 
     def __enter__(self) -> None:
-        # Values are compared at the items 1, 2, 4, 8, ...
-        self.closely = bool(self.n_items and not self.n_items & (self.n_items - 1))
+        # Values are compared at the items 1, 2, 4, 8, ...: a power of two has no bit in common with
+        # the number before it.
+        is_power_of_2 = self.n_items > 0 and self.n_items & (self.n_items - 1) == 0
+        self.closely = is_power_of_2
         self.attributes = [compared_attributes(x) for x in self.actors] if self.closely else []
         self.before = self._look(self.closely)
 
@@ -490,11 +495,18 @@ class Unchanging:
                 changed.append(key)
         if not changed:
             return
-        holder = self.tables[changed[0][0]][0]
+
+        # The holder of the first one, and the names of all
+        first_table, _ = changed[0]
+        holder, _, _ = self.tables[first_table]
+        names = []
+        for k, name in changed:
+            _, beginning, _ = self.tables[k]
+            names.append(beginning + name)
         raise ActorError(
             f"{type(holder).__name__} changed while a lane collected",
             lane=self.lane,
-            leaf=", ".join(self.tables[k][1] + name for k, name in changed),
+            leaf=", ".join(names),
             expected="parameters and buffers that only a learner changes, in the thread that "
             "collects, and memory in `hx`",
         )

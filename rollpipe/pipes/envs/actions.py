@@ -36,7 +36,8 @@ class FiniteCheck:
         """`(environment, leaf, value)` of the first environment whose numbers are not finite; None
         if all are.
         """
-        # 0 * inf and 0 * nan are nan, and nan != 0: one pass, and no temporary array.
+        # The product with zeros is 0 if all numbers are finite, because 0 * inf and 0 * nan are
+        # nan. This takes one pass, and no temporary array.
         for i, (x, zeros) in enumerate(zip(leaves, self.zeros)):
             if zeros is not None and np.vdot(x, zeros) != 0:
                 b = int(np.argwhere(~np.isfinite(x))[0][0])
@@ -44,7 +45,8 @@ class FiniteCheck:
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #3b80a2ab
 def limits(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
-    "The least and the greatest number of a countable space, in its dtype."
+    "The smallest and the largest number of a countable space, in its dtype."
+    # A `MultiBinary` has two numbers, and neither `nvec` nor `start`.
     n = space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, "nvec", 2)
     low = np.asarray(getattr(space, "start", 0), space.dtype)
     return low, low + np.asarray(n - 1, space.dtype)
@@ -65,7 +67,7 @@ class RangeCheck:
         spaces = single_spaces(space)
         paths = nested.paths(spaces, name)
 
-        # (index of the leaf, least and greatest number, path, space)
+        # (index of the leaf, smallest and largest number, path, space)
         self.parts = []
         for i, part in enumerate(nested.leaves(spaces)):
             if not isinstance(part, gym.spaces.Box):
@@ -98,7 +100,8 @@ _ANSWERS = {
 
 
 def tuple_of(answer: Any, n: int, method: str, expected: str) -> Any:
-    """What a method of several environments has returned, if it is a tuple or list of `n`.
+    """`answer`, which a method of several environments has returned, if it is a tuple or list of
+    `n`.
 
     Raises `EnvError` if it is not.
 
@@ -217,14 +220,15 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
     shape = space.shape
     kinds = "f" if space.dtype.kind == "f" else "iub"
 
-    # Integers must be within their limits, and floats are clipped to the bounds of a Box.
+    # Integers must be within their limits. Floats are clipped to the bounds of a Box, if any of
+    # these is finite.
     is_box = isinstance(space, gym.spaces.Box)
     low, high = (None, None) if is_box else limits(space)
     bounds = bounds_of_one = None
     if clip and kinds == "f" and is_box:
-        bounds = bounds_of_one = space.low, space.high
-    if bounds and not any(np.isfinite(x).any() for x in bounds):
-        bounds = None
+        bounds_of_one = space.low, space.high
+        if any(np.isfinite(x).any() for x in bounds_of_one):
+            bounds = bounds_of_one
 
     def batch(act, leaf="act"):
         nonlocal bounds
@@ -266,6 +270,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                     expected=f"an action of {space}",
                     got=str(act[b]),
                 )
+
+        # A clipped action is a new array already.
         return act.astype(space.dtype, copy=copy and not bounds)
 
     return batch
@@ -312,7 +318,7 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
         return lambda act: split(checked(act))
     first = int(space.start)
     last = int(space.start + space.n - 1)
-    known = frozenset(range(first, last + 1)) if space.n <= 1024 else None
+    all_actions = frozenset(range(first, last + 1)) if space.n <= 1024 else None
 
     def rows(act):
         # An array of integers is the most common action. For few environments, a Python loop over a
@@ -320,8 +326,8 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
         if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in "iu":
             return split(checked(act))
         numbers = act.tolist()
-        if known:
-            are_actions = known.issuperset(numbers)
+        if all_actions:
+            are_actions = all_actions.issuperset(numbers)
         else:
             are_actions = numbers and min(numbers) >= first and max(numbers) <= last
         return numbers if are_actions else split(checked(act))  # which raises the error

@@ -178,10 +178,9 @@ class Agents(gym.vector.VectorEnv):
         self.observation_space = batch_space(obs, self.num_envs)
         self.action_space = batch_space(act, self.num_envs)
 
-        # The present observations; where an agent takes no part in the next step
-        self._obs = nested.alloc(self._like, self.num_envs)
-        self._rows = action_rows(act, clip=False)
-        self.resting = np.zeros(self.num_envs, bool)
+        self._obs = nested.alloc(self._like, self.num_envs)  # the present observations
+        self._action_rows = action_rows(act, clip=False)
+        self.resting = np.zeros(self.num_envs, bool)  # who takes no part in the next step
 
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
@@ -221,38 +220,39 @@ class Agents(gym.vector.VectorEnv):
         Args:
             actions: `[copies * n_agents, ...]`, in the containers of the action space
         """
-        acts = self._rows(actions)
+        acts = self._action_rows(actions)
         n = self.num_envs
         rew = [0.0] * n
-        ends = np.zeros((2, n), bool)
+        ends = np.zeros((2, n), bool)  # where an agent terminated, and where it was truncated
         infos = [{} for _ in range(n)]
         final = np.full(n, None, object)
         for c, env in enumerate(self.copies):
             # Agent -> its column, for those that take part
             acting = {agent: b for b, agent in self._columns(c) if not self.resting[b]}
-            answer = _answer(
+            obs_of, rew_of, terminated_of, truncated_of, info_of = _answer(
                 env,
                 "step",
                 5,
                 {agent: acts[b] for agent, b in acting.items()},
             )
             for agent, b in acting.items():
-                self._put(answer[0], agent, b)
+                self._put(obs_of, agent, b)
                 try:
-                    rew[b] = own(_part(answer[1], "rew", agent))
+                    rew[b] = own(_part(rew_of, "rew", agent))
                     over = [
-                        own(_part(answer[2], "terminated", agent)),
-                        own(_part(answer[3], "truncated", agent)),
+                        own(_part(terminated_of, "terminated", agent)),
+                        own(_part(truncated_of, "truncated", agent)),
                     ]
-                    if answer[4]:
-                        infos[b] = own(_part(answer[4], "info", agent))
-
-                    # An agent is gone from `agents` exactly where its episode has ended.
+                    if info_of:
+                        infos[b] = own(_part(info_of, "info", agent))
                     ended = is_end(*over)
                     if ended:
                         ends[:, b] = over
                         final[b] = nested.map(np.array, nested.getitem(self._obs, b))
-                    if ended == (agent in env.agents):
+
+                    # An agent stays in `agents` exactly as long as its episode goes on.
+                    stays = agent in env.agents
+                    if stays == ended:
                         raise EnvError(
                             "`agents` does not fit the ends of episodes",
                             leaf="agents",
@@ -263,27 +263,34 @@ class Agents(gym.vector.VectorEnv):
                     e.env = b
                     raise
             if env.agents:
-                self._seat(c, answer[0], acting)
+                self._seat(c, obs_of, acting)
             else:
                 self._begin(c)
         infos = dict(agents=infos, final_obs=final) if ends.any() else dict(agents=infos)
         return nested.map(np.copy, self._obs), scalar_rewards(rew), ends[0], ends[1], infos
 
     def _columns(self, c):
+        "Pairs of a column and its agent, for copy `c`."
         return enumerate(self.agents, c * len(self.agents))
 
-    def _begin(self, c, **given):
-        self._seat(c, _answer(self.copies[c], "reset", 2, **given)[0])
+    def _begin(self, c, **reset_arguments):
+        obs, _ = _answer(self.copies[c], "reset", 2, **reset_arguments)
+        self._seat(c, obs)
 
     def _seat(self, c, obs, acting=()):
-        """Agents of copy `c` that are new begin, and those that are gone rest.
+        """After a reset or a step of copy `c`, say who rests, and store the observations that are
+        missing.
 
-        After a reset, they show the observation of another one. `acting`: agent -> column of those
-        that took part in the step; empty after a reset.
+        Agents that are new begin, and those that are gone rest. After a reset, an agent that rests
+        shows the observation of the first agent that does not.
+
+        Args:
+            c: number of the copy
+            obs: agent -> observation
+            acting: agent -> column of those that took part in the step, whose observations are
+                stored already; empty after a reset
         """
-        # earlier masks stay as they are
         env = self.copies[c]
-        resting = self.resting.copy()
         if not env.agents or not {*env.agents} <= {*self.agents}:
             raise EnvError(
                 "these are other agents",
@@ -292,6 +299,9 @@ class Agents(gym.vector.VectorEnv):
                 expected=f"some of {self.agents}",
                 got=str(env.agents),
             )
+
+        # A new mask, because others hold the one of the step before
+        resting = self.resting.copy()
         for b, agent in self._columns(c):
             resting[b] = agent not in env.agents
 

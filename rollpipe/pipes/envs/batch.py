@@ -82,7 +82,8 @@ def _tensors(x):
 
 def _row_list(state, term):
     "A `Row` for each row of `state` `[n, B, ...]`."
-    # The fields of a `Row` after those of the observations: array and tensor in turn, and `term`
+    # A `Row` begins with the three fields of the observations. The others follow as array and
+    # tensor in turn, and `term` is the last.
     columns = []
     for x in (state.rew, state.stepno, state.fin):
         columns += [x, _tensors(x)]
@@ -145,7 +146,9 @@ class Rows:
         self.state.fin[:] = False
 
     def _share(self, state, term):
-        self.state, self.term = state, term
+        "Use the memory of `state` `[n, B, ...]` and `term` `[n, B]`."
+        self.state = state
+        self.term = term
         self._leaves, self._spec = nested.flatten(state)
         self.acts, self._act_spec = nested.flatten(state.act)
         self.of_envs = nested.leaves(state._replace(act=()))  # what environments write
@@ -208,9 +211,12 @@ class Rows:
 
     def copy(self, t: int) -> Row:
         "A copy of row `t`, in memory of its own."
-        return _row_list(
-            nested.map(lambda x: x[t][None].copy(), self.state), self.term[t][None].copy()
-        )[0]
+
+        def copied(x):
+            return x[t : t + 1].copy()
+
+        [row] = _row_list(nested.map(copied, self.state), copied(self.term))
+        return row
 
     def tensors(self, n: int) -> State:
         """The first `n` rows as tensors.
@@ -238,7 +244,8 @@ class Rows:
             return np.concatenate([x, np.zeros_like(x)])
 
         self._share(nested.map(longer, self.state), longer(self.term))
-        # Views of the former memory
+
+        # The cached rows are views of the former memory.
         vars(self).pop("rows", None)
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #bbbec0b3
@@ -267,7 +274,10 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
 
 
 def _parts_of(x, like):
-    "`(path, part of x, leaf of like)` for the arrays and the lists of numbers that `x` has."
+    """`(path, part of x, leaf of like)` for the arrays and the lists of numbers that `x` has.
+
+    A part of `like` that `x` lacks, or that has no numbers there, is left out.
+    """
     for accessor, leaf in zip(optree.tree_accessors(like), nested.leaves(like)):
         try:
             part = accessor(x)
@@ -394,11 +404,12 @@ class Played:
     "An environment whose resets, steps and answers are told to its `Kept`."
 
     def __init__(self, env: Any, kept: Any):
-        self.env, self.kept = env, kept
+        self.env = env
+        self.kept = kept
 
-    def reset(self, **given: Any) -> tuple:
-        self.kept.reset(**given)
-        answer = self.env.reset(**given)
+    def reset(self, **arguments: Any) -> tuple:
+        self.kept.reset(**arguments)
+        answer = self.env.reset(**arguments)
         self.kept.answered(answer)
         return answer
 
@@ -427,9 +438,8 @@ class Batch:
     one environment.
     """
 
-    # Steps for which `rows` are allocated, and the greatest size of their observations [bytes]
-    AT_ONCE = 64
-    MAX_BYTES = 2**20
+    AT_ONCE = 64  # steps for which `rows` are allocated
+    MAX_BYTES = 2**20  # largest size of their observations [bytes]
     where: dict
     # Device of the tensors
     device = torch.device("cpu")
@@ -582,7 +592,7 @@ class Batch:
             fin=np.zeros(len(self), bool),
         )
 
-        # As many steps as fit into the greatest size
+        # As many steps as fit into `MAX_BYTES`
         size = max(1, sum(x.nbytes for x in nested.leaves(self._obs_spec)))
         n_steps = max(1, min(self.AT_ONCE, self.MAX_BYTES // size))
         return Rows(
@@ -617,7 +627,9 @@ class Batch:
             self.refuse(*culprit)
 
     def _check_final(self, final):
-        for b, obs in final.items() if self._range_check.parts else ():
+        if not self._range_check.parts:
+            return
+        for b, obs in final.items():
             culprit = self._range_check.find([x[None] for x in nested.leaves(obs)])
             if culprit is not None:
                 _, leaf, value, space = culprit
@@ -628,11 +640,15 @@ class Batch:
                     space,
                 )
 
-    def _check_rewards(self, row, came):
+    def _check_rewards(self, row, rewards):
+        """Raise `EnvError` if a reward in the row is not finite.
+
+        The error has the number among the environments' own `rewards`, before it became float32.
+        """
         # As `FiniteCheck.find`
         if np.vdot(row.rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(row.rew))[0][0])
-            self.refuse(b, "rew", came[b])
+            self.refuse(b, "rew", rewards[b])
 
     def refuse(self, b: int, leaf: str, got: Any, space: Any = None) -> None:
         "Raise `EnvError` for a number that is not finite, or that is outside of its `space`."

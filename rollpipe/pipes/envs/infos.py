@@ -94,14 +94,13 @@ class InfoRecorder:
     def __init__(self, n: int, keys: Any = None, stream: Any = None):
         self.n = n
         self.stream = object() if stream is None else stream
-        # chosen by the user, but not reported yet; None: all infos are recorded
+        # keys that the user has chosen, but that were not reported yet; None: all are recorded
         self.awaited = None if keys is None else {*keys}
-        # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
+        # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype
         self.like = {}
-        self.masked = set()
-        # infos recorded or left out for good; has there been a step?
-        self.known = set()
-        self.begun = False
+        self.masked = set()  # keys with a mask
+        self.known = set()  # keys that are recorded, or left out for good
+        self.begun = False  # has there been a step?
 
     def get_state(self) -> dict:
         "What is recorded so far, and how."
@@ -164,8 +163,9 @@ class InfoRecorder:
             column = nested.map(np.ndarray.copy, self.like[key])
         else:
             column = self.widened(key, column)
-            for x in nested.leaves(column) if not said.all() else ():
-                x[~said] = filler(x)
+            if not said.all():
+                for x in nested.leaves(column):
+                    x[~said] = filler(x)
 
         # The mask begins where an environment that took part has not reported the info.
         if key not in self.masked and (valid & ~said).any():
@@ -266,7 +266,8 @@ class SingleInfos(InfoRecorder):
 
         The first environment that reports an info defines its shape and dtype.
         """
-        # Info -> its value in the first environment that reports it, and the number of that one
+        # Info -> its value in the first environment that reports it, and the number of that one.
+        # The first environment comes last, so its value stays.
         first = {}
         for b in reversed(range(self.n)):
             for key, x in infos[b].items():
@@ -375,14 +376,16 @@ def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
     value = np.array(value)
     n = len(said)
 
-    # gymnasium stores numpy bools in an object array.
+    # gymnasium stores numpy bools in an object array. It becomes one of numbers, if each
+    # environment has reported one.
     if value.dtype == object and value.shape == said.shape:
-        rows = [x for x in value[said] if np.ndim(x) == 0]
-        rows = np.array(rows) if len(rows) == said.sum() else value
-        if rows.dtype.kind in "biuf":
+        numbers = [x for x in value[said] if np.ndim(x) == 0]
+        rows = np.array(numbers)
+        if len(numbers) == said.sum() and rows.dtype.kind in "biuf":
             value = np.zeros(n, rows.dtype)
             value[said] = rows
-    return value if value.dtype.kind in "biuf" and value.shape[:1] == (n,) else None
+    is_column = value.dtype.kind in "biuf" and value.shape[:1] == (n,)
+    return value if is_column else None
 
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #5db3365d
 class VectorInfos(InfoRecorder):
@@ -398,7 +401,9 @@ class VectorInfos(InfoRecorder):
             ended: bool `[n]`: where an episode ended
             valid: bool `[n]`: where a step took place
         """
-        # Each source of infos, and the environments that it is about
+        # Each source of infos, and the environments that it is about. Where an episode ended, the
+        # infos of the step are in `final_info`, and `infos` has those of the reset, beside those
+        # that wrappers add at an end.
         sources = [(infos, valid)]
         if "final_info" in infos:
             with_masks = [*self.of_ends, *(f"_{key}" for key in self.of_ends)]
@@ -467,7 +472,8 @@ class VectorInfos(InfoRecorder):
                 continue
             part = self._column(key, infos[key], has_info)
             if part is None:
-                self.check_form(key, infos[key])
+                self.check_form(key, infos[key])  # raises, because the info is not numeric
+
             # Each environment has its info from the source in which it has reported it.
             if column is not None:
 

@@ -133,7 +133,7 @@ def _narrow(x):
 
 
 def answer_checksum(x: Any, crc: int = 0) -> int:
-    "The checksum of an observation, or of an observation and a reward, which goes on from `crc`."
+    "The checksum of an observation, a reward or an action, nested, continued from `crc`."
     if isinstance(x, np.ndarray):
         if x.dtype.kind not in "biufc" or not x.size:
             return crc
@@ -294,8 +294,8 @@ class KeptActions(Kept):
         self.random = None
         self.constructed: Any = None
 
-        # `(number of the next action, seed, options)` of each reset. Where other noise begins,
-        # 'noise' stands in the place of the seed, and the seed of the noise in that of the options.
+        # The actions, and `(number of the next action, seed, options)` of each reset. Where other
+        # noise begins, the resets have an entry `(number of the next action, 'noise', its seed)`.
         self.log = ActionLog()
         self._take_resets([])
         self.is_whole = True  # is everything since the first reset in the log?
@@ -316,11 +316,13 @@ class KeptActions(Kept):
             self.constructed = copies_of(self.parts, complete=False)
         elif self.episode:
             self._begin_episode()
-        # A vector changes its options.
+
+        # A copy, because a vector changes its options.
         self.resets.append((len(self.log), seed, copy.deepcopy(options)))
         self.option_bytes += self._bytes_of(options)
 
     def _take_resets(self, resets):
+        "Have these resets in the log, and count the bytes of their options."
         self.resets = resets
         self.option_bytes = sum(self._bytes_of(options) for _, _, options in resets)
 
@@ -355,7 +357,7 @@ class KeptActions(Kept):
     def _shorten(self):
         "Forget the episodes before the present one, or all actions, if this is not enough."
         resets = self.resets[self.last :]
-        begin = resets[0][0]
+        begin, _, _ = resets[0]
         self.log.drop(begin)
         self._take_resets([(t - begin, *x) for t, *x in resets])
         self.last = 0
@@ -427,8 +429,12 @@ class KeptActions(Kept):
         self.before = content["before"]
         self.is_whole = content["is_whole"]
 
-        # What no checksum sees may have come from an episode before.
-        needs_all = self.before is None or (content["reached"][1] is not None and self.is_whole)
+        # The episode is enough if a checksum sees all of the environment: what it does not see may
+        # have come from an episode before. If those before are lost, nothing else is left.
+        needs_all = self.before is None
+        if not needs_all:
+            _, unseen = content["reached"]
+            needs_all = unseen is not None and self.is_whole
         self.repeats = "all" if needs_all else "episode"
         steps = self._repeat_all(content) if needs_all else self._repeat_episode(content)
         return self._with_noise(steps, state.get("noise"))
@@ -447,8 +453,11 @@ class KeptActions(Kept):
         self.env.reset(seed=1)
         put_copies(self.parts, restore_object(capture(self.before)))
         yield from self._repeat(self.last)
+
+        # The environment, and its answers, must be as they were.
         reached = EnvChecksum(self.env)
-        if (reached.crc, self.crc) == (content["reached"][0], content["crc"]):
+        crc_of_env, _ = content["reached"]
+        if reached.crc == crc_of_env and self.crc == content["crc"]:
             return
         if self.is_whole:
             raise EpisodeTooShort("the actions of the episode do not make its state")
@@ -472,19 +481,22 @@ class KeptActions(Kept):
 
     def repeat_all(self, state: dict) -> None:
         "As `restore`, after an `EpisodeTooShort` in another environment."
+        # A state without `before` needs all actions.
         content = restore_object(state)
         self.restore({**state, **capture(dict(content, before=None))})
         self.before = content["before"]
 
     def _repeat(self, first):
         "Do what was done from reset number `first` on."
-        begin = self.resets[first][0]
+        begin, _, _ = self.resets[first]
         actions = self._actions(self.log.since(begin))
         resets = deque(self.resets[first:])
+
+        # None stands behind the last action, because resets may follow it.
         for t, action in enumerate([*actions, None], begin):
             while resets and resets[0][0] == t:
                 _, seed, options = resets.popleft()
-                if isinstance(seed, str):
+                if isinstance(seed, str):  # 'noise'
                     change_noise(self.parts, options)
                 else:
                     self._repeat_reset(seed, options)
@@ -512,6 +524,9 @@ class KeptActions(Kept):
         return list(map(action_batch(spaces_of(self.env)[1], clip=False), actions))
 
 
+_OVER = object()  # instead of a step, after the last one
+
+
 def restore_batch(
     kept: list, states: list, anew: Callable, named: Callable[[int], AbstractContextManager]
 ) -> None:
@@ -535,7 +550,7 @@ def restore_batch(
         for b, steps in list(replays.items()):
             with named(b):
                 try:
-                    is_over = next(steps, steps) is steps
+                    is_over = next(steps, _OVER) is _OVER
                 except EpisodeTooShort:
                     anew(b).repeat_all(states[b])
                     is_over = True

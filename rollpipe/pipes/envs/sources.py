@@ -130,9 +130,9 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
         )
 
     # The same environment may not stand at two places, also within wrappers.
-    owners = {}
+    place_of = {}  # id of an environment -> the first place at which it stands
     for b, x in enumerate(sources):
-        first = owners.setdefault(id(x.unwrapped), b) if is_instance(x) else b
+        first = place_of.setdefault(id(x.unwrapped), b) if is_instance(x) else b
         if first != b:
             raise EnvError(
                 "an environment instance can act only once",
@@ -194,7 +194,8 @@ class Acting:
     "Mixin of the sources in which an actor meets environments."
 
     actor: Any
-    lane, n_processes = 0, 1
+    lane = 0
+    n_processes = 1  # processes among which a loader divides this pipe
     no_length = "environments can be stepped without end"
     # How the environments are kept, see `resumable`; None: they are not
     keeper: Any = None
@@ -213,8 +214,9 @@ class Acting:
                     got=describe(actor).partition("(")[0],
                 )
 
-        # The letters of one name would be taken for names.
-        if isinstance(info_keys, str) or not (info_keys is None or isinstance(info_keys, Iterable)):
+        # The letters of one text would be taken for names.
+        are_names = isinstance(info_keys, Iterable) and not isinstance(info_keys, str)
+        if info_keys is not None and not are_names:
             raise DataError(
                 "names are wanted, not one name",
                 pipe=self,
@@ -230,11 +232,9 @@ class Acting:
         "See `Pipe`."
         if self.keeper is None:
             return "it was not tested whether its environments can be kept"
-        return (
-            f"its environments cannot be kept ({self.keeper.why})"
-            if self.keeper.name == "none"
-            else None
-        )
+        if self.keeper.name == "none":
+            return f"its environments cannot be kept ({self.keeper.why})"
+        return None
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         """Raise `EnvError` if there are instances of environments, given directly or in an

@@ -93,7 +93,7 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
             leaf="info['final_obs']",
         ) from e
 
-    # The check of rows misses these observations.
+    # These observations stand in no row of the batch, so the check of its rows misses them.
     nested.Form(some, "final obs").check(rows)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, "final obs")):
         if x.dtype.kind == "f" and not np.isfinite(x).all():
@@ -105,10 +105,10 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #7d5a9ed2
 def main_memory(leaf: str, convert: Callable) -> Any:
-    """The result of `convert()`.
+    """Call `convert()`, which makes arrays in main memory, and return its result.
 
-    Raises `EnvError` for `leaf` if this fails, because values are not in main memory or are not
-    arrays.
+    Raises `EnvError`, which names the `leaf`, if this fails: the values are on another device, or
+    are no arrays.
     """
     try:
         return convert()
@@ -150,8 +150,18 @@ def first_reset(vec: Any, seed: np.random.SeedSequence) -> dict:
         return {}  # its factory has seeded it
     seeds = [reset for _, reset, _ in env_seeds(seed, vec.num_envs)]
     core = getattr(vec, "unwrapped", vec)
-    is_each = isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
-    return dict(seed=seeds if is_each or hasattr(core, "resting") else seeds[0])
+    is_of_gymnasium = isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
+    takes_seeds = is_of_gymnasium or _agents_in(vec) is not None
+    return dict(seed=seeds if takes_seeds else seeds[0])
+
+
+def _agents_in(vec):
+    """The `Agents` in `vec`; None if it is another vector.
+
+    It is known by its attribute `resting`, because the module of `Agents` imports this one.
+    """
+    core = getattr(vec, "unwrapped", vec)
+    return core if hasattr(core, "resting") else None
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #f3cae990
 class CheckedVector:
@@ -186,23 +196,23 @@ class CheckedVector:
         self.like = nested.alloc(space_spec(spaces_of(vec)[0], "obs"), self.n)
 
         # Each copy in an `Agents` is claimed too, by its first column.
-        core = getattr(vec, "unwrapped", vec)
-        copies = core.copies if hasattr(core, "resting") else ()
+        agents = _agents_in(vec)
+        copies = () if agents is None else agents.copies
         for k, copy in enumerate(copies):
             claim.take(copy, k * self.n // len(copies))
         self.seed = first_reset(vec, seed)
 
-    def reset(self, step: Row) -> None:
-        "Reset all environments and write the first observations into `step`."
+    def reset(self, row: Row) -> None:
+        "Reset all environments and write the first observations into `row`."
         obs, _ = self._call(
             "reset",
             2,
             **self.seed,
         )
-        self._put(obs, step.leaves)
+        self._put(obs, row.leaves)
 
-    def reset_some(self, mask: np.ndarray, step: Row) -> None:
-        """Reset the environments in `mask` `[B]` and write their first observations into `step`.
+    def reset_some(self, mask: np.ndarray, row: Row) -> None:
+        """Reset the environments in `mask` `[B]` and write their first observations into `row`.
 
         The other environments continue.
         """
@@ -212,17 +222,18 @@ class CheckedVector:
             options=dict(reset_mask=mask.copy()),
         )
         obs = main_memory("obs", lambda: read_obs(obs, self.like, batch=True))
-        for buffer, leaf in zip(step.leaves, nested.leaves(obs)):
+        for buffer, leaf in zip(row.leaves, nested.leaves(obs)):
             buffer[mask] = leaf[mask]
 
-    def step(self, actions: Any, step: Row) -> tuple:
+    def step(self, actions: Any, row: Row) -> tuple:
         """Step every environment with its action.
 
-        Returns `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
+        Returns `(rewards, ends, infos)`. The rewards are those of the vector, before they become
+        float32 in the row, and `ends` `[B]` says where an episode ended.
 
         Args:
             actions: of all environments, in the containers and dtypes of the space
-            step: observations, rewards and terminations are written into it
+            row: observations, rewards and terminations are written into it
         """
         obs, rew, term, trunc, infos = self._call(
             "step",
@@ -233,15 +244,16 @@ class CheckedVector:
             raise EnvError(
                 "the infos are no dict", leaf="infos", expected="a dict", got=describe(infos)
             )
-        self._put(obs, step.leaves)
-        step.rew[:] = rew = one_each(
+        self._put(obs, row.leaves)
+        rew = one_each(
             "reward",
             rew,
             self.n,
             "biuf",
         )
-        np.copyto(step.term, one_each("termination", term, self.n, "b"))
-        return rew, step.term | one_each("truncation", trunc, self.n, "b"), infos
+        row.rew[:] = rew
+        np.copyto(row.term, one_each("termination", term, self.n, "b"))
+        return rew, row.term | one_each("truncation", trunc, self.n, "b"), infos
 
     def _call(self, method, n, *args, **kwargs):
         """Call a method of the vector environment and return its answer, which must be a tuple of
@@ -309,9 +321,10 @@ class LostEnds:
     """Notices a vector whose last observations are always the first ones of the next episodes, bit
     for bit.
 
-    An end counts if the episode was elsewhere one step before, and if the first observation is not
-    that of the time before, because a clock may well end where it begins. An environment whose
-    `reset` changes nothing looks the same.
+    An environment may well end where it begins, as a clock does, or not move at all. So an end
+    counts only if the observation one step before was another one, and if the reset before gave
+    another first observation. An environment whose `reset` changes nothing looks the same as such
+    a vector.
 
     Args:
         like: arrays `[B, ...]` as announced by the space
@@ -334,14 +347,15 @@ class LostEnds:
             first: leaves `[B, ...]` of the observations after the reset
             previous: leaves `[B, ...]` of the observations one step before
         """
-        # bool [leaves, K]: has each leaf the numbers of the reset, did it have others one step
-        # before, and is the reset another one than the time before?
+        # Each of these is bool [leaves, K]: does the last observation equal the first one of the
+        # next episode, did the observation one step before differ from it, and did the first
+        # observation of the reset before?
         first = [x[at] for x in first]
         is_equal = _equal_rows(nested.leaves(last), first)
         has_moved = ~_equal_rows([x[at] for x in previous], first)
         is_new = ~_equal_rows([x[at] for x in self.before], first)
 
-        # One end that differs is enough to trust the leaf for ever.
+        # One end that differs is enough to trust the leaf for ever: its count is then -inf.
         counts = self.counts[:, at] + (has_moved & is_new)
         self.counts[:, at] = np.where(
             is_equal,
@@ -395,8 +409,7 @@ class VectorBatch(Batch):
         self.vec_name = name or type(vec).__name__
         self.claim = Claim()
         self.one = None if keeper is None else keeper.begin(vec)
-        core = getattr(vec, "unwrapped", vec)
-        self.agents = core if hasattr(core, "resting") else None  # an `Agents`
+        self.agents = _agents_in(vec)
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
@@ -409,7 +422,9 @@ class VectorBatch(Batch):
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
             self._infos.of_ends = [*_infos_of_ends(vec)]
 
-            # For gymnasium's own a test is exact. An agent that rests sees where it ended.
+            # Lost ends are looked for where nothing better is known: `check_last_steps` tests the
+            # vectors of gymnasium, and `Agents` itself stores each last observation.
+            core = getattr(vec, "unwrapped", vec)
             known = gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv
             keeps_ends = self.agents is not None or isinstance(core, known)
             is_watched = self.vector.mode == "SameStep" and not keeps_ends
@@ -455,7 +470,10 @@ class VectorBatch(Batch):
     def reset_into(self, row: Row) -> None:
         with self._naming(self.vec_name):
             self.vector.reset(row)
-        self._resetting = ~self._all if self.agents is None else self.agents.resting
+
+        # After a reset of all environments, none is reset by the next step.
+        nobody = np.zeros(len(self), bool)
+        self._resetting = nobody if self.agents is None else self.agents.resting
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
@@ -623,21 +641,19 @@ def env_batch(
     batch = VectorBatch(first, seed, name=factory.name, **options)
 
     # What does not go together with a vector
-    problem = None
     if any(f is not factory for f in factories):
-        problem = "several sources, and vector environments among them", "one source"
+        problem = "several sources, and vector environments among them"
+        expected = "one source"
     elif len(factories) not in (1, len(batch)):
-        problem = f"n_envs={len(factories)}", f"n_envs={len(batch)}, as in the vector"
+        problem = f"n_envs={len(factories)}"
+        expected = f"n_envs={len(batch)}, as in the vector"
     elif sticky:
-        problem = "the environments of a vector cannot rest", "sticky=None, or single environments"
+        problem = "the environments of a vector cannot rest"
+        expected = "sticky=None, or single environments"
     elif episode_seeds:
-        problem = (
-            "a vector resets its environments itself",
-            "episode_seeds=False, or single environments",
-        )
-    if problem is None:
+        problem = "a vector resets its environments itself"
+        expected = "episode_seeds=False, or single environments"
+    else:
         return batch
     batch.close()
-    raise EnvError(
-        problem[0], expected=problem[1], got=type(first).__name__, env=factory.name, **where
-    )
+    raise EnvError(problem, expected=expected, got=type(first).__name__, env=factory.name, **where)

@@ -116,49 +116,50 @@ class _Gif:
         self.file = open(path, "wb")
         # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
         self.duration = max(20, round(1000 / fps))
-        # The picture of the last frame
-        self.shown = None
-        # What has changed in it, and where; it waits, because the next frames may be equal.
-        self.held: Any = None
-        # How long it is shown
-        self.milliseconds = 0
+        self.last_image = None  # the picture of the last frame
+        # What has changed in it, and where. It is written later, because the next frames may be
+        # equal.
+        self.waiting: Any = None
+        self.milliseconds = 0  # how long it is shown
 
     def append_data(self, frame: np.ndarray) -> None:
         from PIL import GifImagePlugin, Image, ImageChops
 
         # Only the part of the picture that has changed is written.
         image = Image.fromarray(frame).convert("RGB")
-        if self.shown is None:
+        if self.last_image is None:
             box = (0, 0, *image.size)
             coded = image.convert("P", palette=Image.Palette.ADAPTIVE)
             header = GifImagePlugin.getheader(coded, info=dict(loop=0, duration=self.duration))[0]
             self.file.write(b"".join(header))
         else:
-            box = ImageChops.difference(self.shown, image).getbbox()
+            box = ImageChops.difference(self.last_image, image).getbbox()
 
         # Equal pictures are one longer frame, whose duration has 16 bits of 1/100 s.
         if box is None and self.milliseconds + self.duration < 655_350:
             self.milliseconds += self.duration
             return
-        self._write_held()
+        self._write_waiting()
+
+        # A frame must have a part, so one pixel if nothing has changed.
         box = box or (0, 0, 1, 1)
         part = image.crop(box).convert("P", palette=Image.Palette.ADAPTIVE)
-        self.held = part, box[:2]
+        self.waiting = part, box[:2]
         self.milliseconds = self.duration
-        self.shown = image
+        self.last_image = image
 
-    def _write_held(self):
-        if self.held is None:
+    def _write_waiting(self):
+        if self.waiting is None:
             return
         from PIL import GifImagePlugin
 
         options = dict(duration=self.milliseconds, include_color_table=True)
-        self.file.write(b"".join(GifImagePlugin.getdata(*self.held, **options)))
+        self.file.write(b"".join(GifImagePlugin.getdata(*self.waiting, **options)))
 
     def close(self) -> None:
         with self.file:
-            self._write_held()
-            self.file.write(b";")
+            self._write_waiting()
+            self.file.write(b";")  # the end of a GIF
 
 
 def _film(path: Path, fps: float) -> Any:
@@ -328,7 +329,8 @@ class _Shown(gym.Wrapper):
         return self._watch(self.env.step, action)
 
     def _watch(self, call, *args, **kwargs):
-        # Only environments that use pygame import it.
+        "Call `call`, and look whether its window is open. Only environments of pygame import it."
+        # An error of pygame without a display: the window was closed, or could never be opened.
         try:
             out = call(*args, **kwargs)
         except Exception as e:

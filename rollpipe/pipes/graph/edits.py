@@ -27,7 +27,15 @@ from .torchdata import IterDataPipe, MapDataPipe
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #40afc90d
 def _text(labels, edges, marked, notes=(), word="here") -> str:
-    "The drawing as text, one line for each node. `word` marks the nodes with the indices `marked`."
+    """The drawing as text, one line for each node.
+
+    Args:
+        labels: texts of the nodes, sources first
+        edges: for every node `[(source, first), ...]`, see `Drawing`
+        marked: indices of the nodes that `word` points out
+        notes: for every node its notes, a list of texts
+        word: how the text points out a node
+    """
     # Nodes that several others read have a number.
     uses = Counter(source for source, _ in chain.from_iterable(edges))
     names = list(labels)
@@ -45,7 +53,7 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
             reference = [(f"↑ {names[source]}", -1)]
             parts.append(blocks.pop(source) if first else reference)
         block = _joined(parts)
-        corner = "○→└"[min(len(parts), 2)]
+        corner = "○→└"[min(len(parts), 2)]  # without an input, with one, with several
         block.append((f"{corner} {names[i]}", i))
         blocks[i] = block
 
@@ -77,32 +85,37 @@ def _columns(rows):
     "For each row, its cells padded to columns of equal width, the last one flush left."
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
-        cells[-1:] = row[-1:]
-        yield "".join(f"  {cell}" for cell in cells)
+        padded = [cell.rjust(width) for cell, width in zip(row[:-1], widths)]
+        yield "".join(f"  {cell}" for cell in [*padded, *row[-1:]])
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #3b7a7f92
 def _layers(edges):
-    """The layers from the last node upwards, each `{(node, layer): [slots that it feeds]}`, and the
-    layer of each node.
+    """The layers from the last node upwards, each `{slot: [slots that it feeds]}`, and the layer of
+    each node.
 
-    A long edge has a slot in each layer that it crosses.
+    A slot is `(node, layer)`. In the layer of its node it is a box. A long edge has a slot in each
+    layer that it crosses, where it is a point.
     """
-    level = [0] * len(edges)
-    for i in reversed(range(len(edges))):
-        for s, _ in edges[i]:
-            level[s] = max(level[s], level[i] + 1)
-    layers = [{} for _ in range(max(level) + 1)]
-    layers[0][len(edges) - 1, 0] = []
-    for i in reversed(range(len(edges))):
-        for s, _ in edges[i]:
-            target = (i, level[i])
-            for l in range(level[i] + 1, level[s] + 1):
-                feeds = layers[l].setdefault((s, l), [])
-                if target not in feeds:
-                    feeds.append(target)
-                target = (s, l)
-    return layers, level
+    # A source stands above all nodes that read it.
+    layer_of = [0] * len(edges)
+    for node in reversed(range(len(edges))):
+        for source, _ in edges[node]:
+            layer_of[source] = max(layer_of[source], layer_of[node] + 1)
+
+    # Each edge leads from the node upwards, slot by slot, to its source.
+    layers = [{} for _ in range(max(layer_of) + 1)]
+    last_node = len(edges) - 1
+    layers[0][last_node, 0] = []
+    for node in reversed(range(len(edges))):
+        for source, _ in edges[node]:
+            slot_below = (node, layer_of[node])
+            for layer in range(layer_of[node] + 1, layer_of[source] + 1):
+                slot = (source, layer)
+                feeds = layers[layer].setdefault(slot, [])
+                if slot_below not in feeds:
+                    feeds.append(slot_below)
+                slot_below = slot
+    return layers, layer_of
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #e45338d8
 def _centres(layers, width):
@@ -178,23 +191,27 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
         name, _, arguments = label.partition("(")
         rows.append([name, *textwrap.wrap(arguments[:-1], 44)])
     below = [_wrapped(cells, 44) for cells in notes or [()] * len(rows)]
-    for i in marked if word else ():
-        below[i].append(word)
+    if word:
+        for i in marked:
+            below[i].append(word)
     rows = [row + lines for row, lines in zip(rows, below)]
     caption = _wrapped(caption, 90)
 
-    # A slot is `(node, layer)`. In the layer of its node it is a box, elsewhere a point of an edge.
-    layers, level = _layers(edges)
+    # A slot is a box or a point of an edge, see `_layers`.
+    layers, layer_of = _layers(edges)
 
     def is_box(slot):
-        return level[slot[0]] == slot[1]
+        node, layer = slot
+        return layer_of[node] == layer
 
     def width(slot):
-        n_letters = max(map(len, rows[slot[0]]))
+        node, _ = slot
+        n_letters = max(map(len, rows[node]))
         return 24 + 2 * round(3.7 * n_letters) if is_box(slot) else 8
 
     def height(slot):
-        n_lines = len(rows[slot[0]])
+        node, _ = slot
+        n_lines = len(rows[node])
         return 14 + 16 * n_lines if is_box(slot) else 0
 
     # Where each slot stands, and the size of the picture
@@ -204,15 +221,15 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
     for layer in reversed(layers):
         top.update(dict.fromkeys(layer, y))
         y += max(map(height, layer)) + 40
-    edges_left = [x - width(slot) / 2 for slot, x in centre.items()]
-    left = min(edges_left) - 8
+    left_ends = [x - width(slot) / 2 for slot, x in centre.items()]
+    left = min(left_ends) - 8
     centre = {slot: round(x - left) for slot, x in centre.items()}
-    ends = [round(7.4 * len(line)) for line in caption]
+    right_ends = [round(7.4 * len(line)) for line in caption]
     for slot, x in centre.items():
         n_letters = len(waits[slot[0]]) if waits else 0
         beside = 6 + round(7.4 * n_letters)
-        ends.append(x + max(width(slot) // 2, beside))
-    right = max(ends) + 8
+        right_ends.append(x + max(width(slot) // 2, beside))
+    right = max(right_ends) + 8
     bottom = y - 32 + 16 * len(caption)
 
     # Edges first, then what stands beside them, boxes, and the caption
@@ -224,10 +241,11 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
                 end = centre[fed], top[fed]
                 shapes.append(_arrow(*start, *end, is_box(fed)))
     boxes = [slot for slot in centre if is_box(slot)]
-    for slot in boxes if waits else ():
-        text = waits[slot[0]]
-        edge = top[slot] + height(slot)
-        shapes.append(_line(centre[slot] + 6, edge + 14, text))
+    if waits:
+        for slot in boxes:
+            text = waits[slot[0]]
+            bottom_of_box = top[slot] + height(slot)
+            shapes.append(_line(centre[slot] + 6, bottom_of_box + 14, text))
     for slot in boxes:
         i = slot[0]
         place = centre[slot], top[slot], width(slot), height(slot)
@@ -328,13 +346,17 @@ def _visit(pipe):
     """Rows `(pipe, [(input, first), ...])`, sources first; `first` is True if the walk meets the
     input here for the first time.
     """
+    # Depth first, without recursion. The stack has the pipes from `pipe` to the present one, each
+    # with its inputs that were not visited yet, and its edges so far.
     _check_pipe(pipe)
     rows = []
-    done = set()
-    path = {id(pipe)}
+    done = set()  # ids of the pipes that have a row
+    path = {id(pipe)}  # ids of the pipes on the stack
     stack = [(pipe, iter(inputs(pipe)), [])]
     while stack:
         node, rest, edges = stack[-1]
+
+        # The next input goes onto the stack, unless it has a row. Without one, `node` gets its row.
         for source in rest:
             if id(source) in path:
                 raise GraphError("the graph has a cycle: the pipe reads from itself", pipe=source)
@@ -466,7 +488,8 @@ def _mapped(value, memo):
     else:
         items = [_mapped(item, memo) for item in value]
     if isinstance(value, (tuple, frozenset)):
-        return getattr(value, "_make", type(value))(items)
+        make = getattr(value, "_make", type(value))  # a named tuple is made by `_make`
+        return make(items)
     new = copy.copy(value)  # a copy keeps the default of a defaultdict and the length of a deque
     new.clear()
     if isinstance(new, (dict, set)):
@@ -531,7 +554,8 @@ def _edited(pipe, old, make, readers=None):
     sink = _copied_graph(pipe, memo)
     old_copy = memo[id(old)]
 
-    # The new pipe may read the original or the copy of the old one. Copies are not copied again.
+    # The new pipe may read `old` itself or its copy. In the first case it gets the copy in its
+    # place. In the second the copy stays, because it is noted as the copy of itself.
     copies = [memo[id(node)] for node in originals]
     memo.update((id(copy), copy) for copy in copies)
     new = _copied_graph(make(old_copy), memo)
@@ -565,14 +589,16 @@ def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> I
             pipe, or does not return one.
     """
     make = new if callable(new) and not isinstance(new, _PIPES) else lambda old: new
-    return _fitting(_edited(pipe, find_one(pipe, where), make)[0])
+    result, _, _ = _edited(pipe, find_one(pipe, where), make)
+    return _fitting(result)
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #84fb8750
 def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
     "The graph without the one pipe that matches `where`; its readers read its one source."
     node = find_one(pipe, where)
-    _one_input(pipe, node)
-    return _fitting(_edited(pipe, node, lambda old: inputs(old)[0])[0])
+    _one_input(pipe, node)  # raises `GraphError` if there is not exactly one
+    result, _, _ = _edited(pipe, node, lambda old: inputs(old)[0])
+    return _fitting(result)
 
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:

@@ -43,6 +43,7 @@ class ByIdentity:
         self._items = {}
 
     def get(self, obj: Any, default: Any = None) -> Any:
+        # A new object may have the id of an earlier one.
         ref, value = self._items.get(id(obj), (None, default))
         return value if ref is not None and ref() is obj else default
 
@@ -362,10 +363,10 @@ class EvalMode:
 
     def __init__(self, holder: Any):
         parts = [part for module in modules_in(holder) for part in module.modules()]
-        # A block that changes the entries of the modules takes 2 us, and one with `eval` and
-        # `no_grad` 45 us for a policy of CartPole
-        # (`benchmarks/plain_forms.py`). Collectors enter it at each step. TorchScript modules have
-        # no entry.
+
+        # Collectors enter the block at each step. So it changes the entries `training` of the
+        # modules, which takes 2 us for a policy of CartPole; `eval` and `no_grad` take 45 us
+        # (`benchmarks/plain_forms.py`). TorchScript modules have no such entry.
         self.modules = [vars(part) for part in parts if "training" in vars(part)]
         self.scripted = [
             part for part in parts if "training" not in vars(part) and hasattr(part, "training")
@@ -396,9 +397,9 @@ def n_cores() -> int:
     return os.cpu_count() or 1
 
 
-# torch begins with one thread for each core: all processors, half of them (two threads a core), or
-# those of the faster kind. Each of these is taken to be at least a third of the cores. Any other
-# number was chosen before this module was imported.
+# torch begins with one thread for each core that it counts: all processors, half of them (two
+# threads a core), or those of the faster kind. So a number from a third of the cores to all of them
+# is taken for that of torch. Any other was chosen before this module was imported.
 _began_with = torch.get_num_threads()
 _is_usual = n_cores() / 3 <= _began_with <= (os.cpu_count() or 1)
 # Numbers of threads that no user has chosen: that of torch, unless it was changed before.
@@ -433,12 +434,13 @@ class torch_threads(ContextDecorator):
         return torch_threads(self.n, self.unless_chosen)
 
     def __enter__(self) -> None:
-        self.before = torch.get_num_threads(), getattr(_blocks, "choose", False)
+        self.n_before = torch.get_num_threads()
+        self.choose_before = getattr(_blocks, "choose", False)
         self.within = None if self.unless_chosen and _is_chosen() else self.n
         if self.within is None:
             return
         _blocks.choose = True
-        if self.within != self.before[0]:
+        if self.within != self.n_before:
             torch.set_num_threads(self.within)
 
     # `@contextmanager` would replace an exception whose attributes cannot be changed by another
@@ -446,9 +448,9 @@ class torch_threads(ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         if self.within is None:
             return
-        n, _blocks.choose = self.before
-        if self.within != n:
-            torch.set_num_threads(n)
+        _blocks.choose = self.choose_before
+        if self.within != self.n_before:
+            torch.set_num_threads(self.n_before)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #09e080d7
 SMALL = 1_000_000  # networks with fewer weights are small
@@ -493,13 +495,11 @@ def checked_device(device: Any, **where: Any) -> torch.device:
     expected += [f"cuda:{k}" for k in range(torch.cuda.device_count())]
     expected += ["mps"] * torch.backends.mps.is_available()
 
-    # To count devices does not begin to use them. Each kind but 'meta' has a module of torch.
+    # Other kinds of devices have a module of torch, which counts them. To count devices does not
+    # begin to use them.
     if known is not None:
-        count = getattr(
-            getattr(torch, known.type, None),
-            "device_count",
-            lambda: 0,
-        )
+        module = getattr(torch, known.type, None)
+        count = getattr(module, "device_count", lambda: 0)
         if known.type in ("meta", *expected) or (known.index or 0) < count():
             return known
 

@@ -51,6 +51,7 @@ def _of_torchdata():
 
 
 def _our_own():
+    "The names of rollpipe's own loader."
     from rollpipe.pipes.loading import loader
 
     return vars(loader)
@@ -63,7 +64,8 @@ def _mended(base):
     """
 
     class DataLoader2(base):
-        __doc__, __module__ = base.__doc__, base.__module__
+        __doc__ = base.__doc__
+        __module__ = base.__module__
 
         @wraps(base.__init__)
         def __init__(self, datapipe, *args, **kwargs):
@@ -77,13 +79,14 @@ def _mended(base):
         def shutdown(self):
             super().shutdown()
             if hasattr(self, "_datapipe_iter"):
-                self._datapipe_iter = iter(())  # so that a loop that runs ends
+                self._datapipe_iter = iter(())  # a loop that still reads ends
 
     return DataLoader2
 
 
 @contextmanager
 def _short_enough():
+    "A block in which Python's `RecursionError` becomes a `GraphError`."
     try:
         yield
     except RecursionError as e:
@@ -150,6 +153,8 @@ def reads_ahead() -> bool:
         return False
     kinds = module.PrefetcherIterDataPipe, module.PinMemoryIterDataPipe
     workers = [cls.thread_worker.__code__ for cls in kinds]
+
+    # The thread runs this code if one of its calls is that of the worker.
     frame = sys._getframe()
     while frame is not None and frame.f_code not in workers:
         frame = frame.f_back

@@ -52,6 +52,7 @@ from rollpipe.pipes.keeping.plain import (
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #e7461ed4
 def cells_of(f: FunctionType) -> dict:
     "Name -> cell of the variables that a function has from around it, if they have a value."
+    # A cell without a value equals an empty one.
     cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
     empty = CellType()
     return {name: cell for name, cell in cells.items() if cell != empty}
@@ -98,6 +99,8 @@ def _float_arrays(data):
 
 def _get_mujoco(data):
     "What MuJoCo calls the state, the sizes of all arrays of floats, and their numbers."
+    # Environments also read results of the last step, such as `xpos`, which lag behind the
+    # positions in MuJoCo's own state. So all arrays of floats are kept.
     mujoco: Any = importlib.import_module("mujoco")  # an extra
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
     state = np.empty(mujoco.mj_stateSize(data.model, spec))
@@ -172,7 +175,7 @@ def simulators_in(parts: list) -> list:
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #371e0adb
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
-# objects with nothing but plain attributes
+# classes of objects that are copied by their attributes, all of which are plain
 _HELPERS = ("gymnasium.wrappers.utils.RunningMeanStd",)
 
 # What does not decide what comes next: what renders, what a wrapper was made with, and, for a
@@ -272,7 +275,8 @@ def _saved(x, complete):
             raise EnvError(lack, got=name)
         return Saved(name, simulator.get(x))
 
-    # `capture` copies the arrays of a complete copy itself, as they share memory.
+    # A complete copy is written down at once by `capture`, which copies arrays so that those with
+    # common memory still share it.
     if not complete:
         return copied(x)
     _check_plain(x)
@@ -281,9 +285,10 @@ def _saved(x, complete):
 
 def is_constant(x: Any) -> bool:
     "Does an attribute stay as it is, as far as the next steps depend on it?"
+    # A function of one's own may count in the variables that it has from around it.
     if isinstance(x, FunctionType):
-        is_theirs = (x.__module__ or "").startswith(("gymnasium.", "rollpipe."))
-        return is_theirs or not cells_of(x)
+        is_trusted = (x.__module__ or "").startswith(("gymnasium.", "rollpipe."))
+        return is_trusted or not cells_of(x)
     if isinstance(x, MethodType):
         return isinstance(x.__self__, (*_ENVS, type))
     if type(x) in (list, tuple):
@@ -322,7 +327,7 @@ def is_known(part: Any) -> bool:
     return any(c.__module__.startswith("gymnasium.envs.mujoco.") for c in type(part).__mro__)
 
 
-def _counted(x):
+def _relevant_attributes(x):
     "The attributes of an object, but for times on the clock and what it was made with."
     left_out = ()
     if name_of(type(x)).startswith("gymnasium."):
@@ -331,9 +336,9 @@ def _counted(x):
 
 
 def _attributes_in(part):
-    "The attributes of a part that count, without the parts within it."
+    "The relevant attributes of a part, without the parts within it."
     inner = ("env", "envs", "env_fns") if isinstance(part, _HOLDERS) else ()
-    return {key: x for key, x in _counted(part).items() if key not in inner}
+    return {key: x for key, x in _relevant_attributes(part).items() if key not in inner}
 
 
 def copies_of(parts: list, complete: bool = True) -> list:
@@ -379,7 +384,8 @@ def _put(old, new):
     if type(new) is Saved:
         return _put_saved(old, new)
     how = GENERATORS.get(name_of(type(new)))
-    if how is None or type(old) is not type(new):
+    is_same_generator = how is not None and type(old) is type(new)
+    if not is_same_generator:
         return new
     how.put(old, how.get(new))
     return old
@@ -427,6 +433,7 @@ def change_noise(parts: list, seed: int) -> None:
 
 
 def _change_generator(x, word):
+    "Give `x` the state that the seed `word` determines, if it is a random generator."
     if isinstance(x, np.random.Generator):
         x.__init__(type(x.bit_generator)(word))
     elif isinstance(x, (np.random.RandomState, random.Random)):
@@ -472,11 +479,11 @@ def put_copies(parts: list, copies: list) -> None:
         EnvError: names the attribute that does not fit
     """
     for part, its_copy in zip(parts, copies, strict=True):
-        held = _attributes_in(part)
+        attributes = _attributes_in(part)
         for key, x in its_copy["holds"].items():
             try:
-                new = _put(held.get(key), x)
-                if key not in held or new is not held[key]:
+                new = _put(attributes.get(key), x)
+                if key not in attributes or new is not attributes[key]:
                     object.__setattr__(part, key, new)
             except Exception as e:
                 raise EnvError(
@@ -487,7 +494,7 @@ def put_copies(parts: list, copies: list) -> None:
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #f154d1b1
 MOST = 200_000  # objects at most
 
-# whose name is enough
+# classes of objects of which the checksum has only the name of the class
 _SAFE = (
     type,
     ModuleType,
@@ -498,7 +505,7 @@ _SAFE = (
     property,
     *map(type, (threading.Lock(), threading.RLock())),
 )
-# whose text is enough
+# classes of objects of which the checksum has the text (`repr`)
 _NUMBERS = Number, UUID, PurePath, np.dtype, torch.dtype, torch.device, bytearray
 # Each reset of these makes its Box2D world anew.
 _REBUILDS = ("gymnasium.envs.box2d.lunar_lander.LunarLander",)
@@ -562,8 +569,11 @@ class EnvChecksum:
             return self._write(_get_model(x))
         if name in VALUES or isinstance(x, _NUMBERS):
             return self._write(repr(x))
-        is_free = isinstance(x, _SAFE) or name in _RENDERING
-        if is_free or self._rebuilt and name.startswith("Box2D."):
+
+        # Objects without a state that matters
+        is_stateless = isinstance(x, _SAFE) or name in _RENDERING
+        is_rebuilt = self._rebuilt and name.startswith("Box2D.")
+        if is_stateless or is_rebuilt:
             return None
 
         self._add_items(x)
@@ -611,7 +621,7 @@ class EnvChecksum:
             self._queue.extend(x)
 
     def _add_attributes(self, x, kind, name):
-        attributes = _counted(x)
+        attributes = _relevant_attributes(x)
         for key in sorted(attributes):
             self._write(key)
             self._queue.append(attributes[key])

@@ -42,6 +42,7 @@ def loaded_class(name: str, base: Any) -> Any:
 
     None: there is none. Nothing is imported.
     """
+    # The longest beginning of the name that is a module, and in it the class
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         x: Any = sys.modules.get(".".join(parts[:i]))
@@ -68,6 +69,7 @@ def hides_state(kind: type) -> bool:
     "Has a class fields of C, which no attribute need show, of its own or of a base?"
 
     def n_shown(c):
+        "The number of fields of a class that have an attribute, or that Python adds itself."
         has_slots = "__slots__" in vars(c)
         return sum(
             name in ("__dict__", "__weakref__")
@@ -297,13 +299,19 @@ def _is_plain(x):
 
 
 class _Capture:
-    "Writes down `root` and all objects that it reaches."
+    """Writes down `root` and all objects that it reaches.
+
+    Each object has a number and an entry, which begins with its kind (see `_entry`). In the text, a
+    reference to an object is `[number]`, a tuple is `{"tuple": [...]}`, and a number or a text of
+    Python stands for itself. The numbers of arrays lie in one block of memory, which `blocks` make
+    up together.
+    """
 
     def __init__(self, root):
         self.objects = []
-        self.numbers = {}
+        self.numbers = {}  # id of an object, or key of a memory -> its number
         self.blocks = []
-        self.size = 0
+        self.size = 0  # bytes of all blocks
         self.root = self.value(root)
         self.entries = []
         for x in self.objects:  # grows in the loop
@@ -320,6 +328,8 @@ class _Capture:
             return x
         if type(x) is tuple:
             return {"tuple": [self.value(y) for y in x]}
+        # Each array makes a `Memory` of its own, so these are known by their address. An empty one
+        # has no address that says anything.
         is_memory = isinstance(x, Memory) and len(x.flat)
         key = ("memory", x.address, len(x.flat)) if is_memory else id(x)
         if key not in self.numbers:
@@ -458,12 +468,15 @@ def _beside(items, i, path):
 
 
 def _refill(x, items):
+    "Give a container these items alone; for a dict they are pairs."
     x.clear()
     if isinstance(x, dict):
         for key, y in items:
             x[key] = y  # `Counter.update` would count
+    elif isinstance(x, set):
+        x.update(items)
     else:
-        (x.update if isinstance(x, set) else x.extend)(items)
+        x.extend(items)
 
 
 class _Restore:
@@ -532,11 +545,13 @@ class _Restore:
         if name in NEW:
             return object.__new__(NEW[name])
         got = "nothing" if fresh is _MISSING else f"a {name_of(type(fresh))}"
+        if is_alike:
+            got += ", which stands in two places"
         raise EnvError(
             "the state does not fit",
             leaf=path,
             expected=f"a {name}, as when it was kept",
-            got=got + ", which stands in two places" * is_alike,
+            got=got,
         )
 
     def _claims(self, k, fresh):
@@ -568,7 +583,9 @@ class _Restore:
             _CONTAINERS.get(name),
         )
         if isinstance(x, deque):
-            deque.__init__(x, (), maxlen)
+            deque.__init__(x, (), maxlen)  # the only way to set its maximum length
+
+        # Later, because the items may refer to this container.
         self.todo.append(lambda: self.refills.append((x, items())))
         return x
 
@@ -613,16 +630,16 @@ class _Restore:
 
     def _object(self, k, fresh, path, name, attributes):
         x = self._take(k, fresh, name, path)
-        held = vars(x)
-        lacking = sorted(held.keys() - attributes.keys())
+        own_attributes = vars(x)
+        lacking = sorted(own_attributes.keys() - attributes.keys())
         if lacking:
             leaf = f"{path}.{lacking[0]}"
             raise EnvError("the state lacks an attribute that this object has", leaf=leaf)
 
         def fill():
             for key, code in attributes.items():
-                fresh_value = held.get(key, _MISSING)
-                held[key] = self.value(
+                fresh_value = own_attributes.get(key, _MISSING)
+                own_attributes[key] = self.value(
                     code,
                     fresh_value,
                     f"{path}.{key}",
@@ -657,6 +674,8 @@ class _Restore:
         )
 
     def _put(self, path, put, x, state):
+        "Let `put(x, state)` be called at the end, when `state` is complete. Returns `x`."
+
         def finish():
             try:
                 put(x, state)
@@ -671,7 +690,8 @@ class _Restore:
         return x
 
     def _made(self, k, fresh, path, name, code):
-        return MADE[name][0](*self.value(code, _MISSING, path))
+        cls, _ = MADE[name]
+        return cls(*self.value(code, _MISSING, path))
 
     def _value(self, k, fresh, path, name, code):
         return VALUES[name](*self.value(code, _MISSING, path))
@@ -697,7 +717,8 @@ class _Restore:
                 device = fresh.device
             if begin == offset:
                 place = old_memory
-        memory = self._memory(block[0], place, device)
+        [memory_number] = block
+        memory = self._memory(memory_number, place, device)
         is_in_place = place is not None and memory.address == place.address
         if is_in_place and self._claims(k, fresh):
             return fresh
@@ -721,10 +742,12 @@ class _Restore:
         """
         if k in self.values:
             return self.values[k]
-        data = self._bytes_at(*self.entries[k][1:])
+        _, begin, n = self.entries[k]
+        data = self._bytes_at(begin, n)
         has_place = place is not None and len(place.flat) == len(data)
         if not has_place or self.used_memories.setdefault(place.address, k) != k:
-            place = memory_of(data.clone().numpy() if device.type == "cpu" else data.to(device))[0]
+            new = data.clone().numpy() if device.type == "cpu" else data.to(device)
+            place, _ = memory_of(new)
         elif isinstance(place.flat, torch.Tensor):
             place.flat.copy_(data)
         else:
@@ -752,7 +775,8 @@ class _Restore:
 
     def _number(self, k, fresh, path, descr, text):
         flat = np.frombuffer(bytes.fromhex(text), np.uint8)
-        return array_in(flat, dtype_of(descr), [], [], 0)[()]
+        without_dimensions = array_in(flat, dtype_of(descr), [], [], 0)
+        return without_dimensions[()]
 
 
 def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> Any:

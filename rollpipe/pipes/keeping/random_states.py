@@ -56,21 +56,32 @@ class NumpyState:
         "Store the current state."
         address = _numpy_address()
         data = None if address is None else ctypes.string_at(address, _N_BYTES)
-        if data is None or data != self.data or self.normal_waits():
+
+        # The same bytes as before mean that nothing was drawn. But a normal number that waits is
+        # not in these bytes, and may have been drawn since.
+        is_unchanged = data is not None and data == self.data and not self.normal_waits()
+        if not is_unchanged:
             self.data = data
             self.full = np.random.get_state(legacy=False)
 
     def put(self, present: "NumpyState | None" = None) -> None:
         "Restore this state. This is faster if the current state was just taken, as `present`."
+        # A normal number that waits is not in the bytes. So they can be copied only if none waits,
+        # neither here nor in the generator.
+        if present is None or present.normal_waits() or self.normal_waits():
+            np.random.set_state(self.full)
+            return
         address = _numpy_address()
-        waits = present is None or present.normal_waits() or self.normal_waits()
-        if address is None or self.data is None or waits:
+        if address is None or self.data is None:
             np.random.set_state(self.full)
         else:
             ctypes.memmove(address, self.data, _N_BYTES)
 
     def normal_waits(self) -> bool:
-        "Does the state hold a normal number for the next draw? numpy makes two at a time."
+        """Does the state hold a normal number for the next draw?
+
+        numpy makes two at a time, and stores the second one.
+        """
         return self.full is not None and bool(self.full["has_gauss"])
 
 # %% ../../../nbs/pipes/01_keeping/04_random_states.ipynb #7713f430
@@ -106,6 +117,7 @@ class GlobalRandomStates:
         self.numpy.put(None if present is None else present.numpy)
 
     def _seed_all(self):
+        "Seed the global generators, because there are no states yet."
         python, numpy, pytorch = map(int, self.seed.generate_state(3))
         random.seed(python)
         np.random.seed(numpy)
@@ -179,7 +191,17 @@ class EpisodeSeeds(gym.Wrapper):
 
 # %% ../../../nbs/pipes/01_keeping/04_random_states.ipynb #39c0ea59
 class _Reseeding:
-    "Gives generators other states, each one of its own. `n` counts them."
+    """Gives generators other states, each one of its own. `n` counts them.
+
+    It reads the texts of captures, see `_Capture` in the chapter of plain data. Such a text is
+    `[root, entries]`. An entry is a list that begins with its kind, and `[k]` refers to entry `k`:
+
+        ["dict", class, [[key, value], ...]]
+        ["items", class, values, maximum length]
+        ["through", class, state]              a random generator
+        ["array", [k], form, shape, strides, offset]    entry `k` is its memory
+        ["memory", begin, n]                   bytes of the tensor `memory` of the capture
+    """
 
     def __init__(self, seed: np.random.SeedSequence):
         # a copy, because `spawn` counts
@@ -187,6 +209,7 @@ class _Reseeding:
         self.n = 0
 
     def word(self) -> int:
+        "Another random number of 32 bits at each call."
         self.n += 1
         return int(self.seed.spawn(1)[0].generate_state(1)[0])
 
@@ -194,7 +217,11 @@ class _Reseeding:
         return torch.Generator().manual_seed(self.word()).get_state()
 
     def tree(self, x: Any, name: str = "") -> Any:
-        "Plain data, in which captures are dicts with a text `graph` and a tensor `memory`."
+        """The plain data `x` with other states of all generators.
+
+        Captures in it are dicts with a text `graph` and a tensor `memory`. `name` is the key under
+        which `x` stands in its dict.
+        """
         if isinstance(x, torch.Tensor):
             is_state = x.dtype == torch.uint8 and [*x.shape] == _TORCH
             return self.torch_state() if is_state else x
@@ -205,11 +232,16 @@ class _Reseeding:
         if not {"graph", "memory"} <= x.keys():
             return {key: self.tree(y, key) for key, y in x.items()}
 
-        # A capture: of a replay, of the global generators, or of something with generators
+        # The capture of an environment that is kept by its actions: `noise` is the seed of the
+        # generators after they were played again.
         if x.get("keeper", "").startswith("replay"):
             return {**x, "noise": self.word()}
+
+        # A lane keeps the states of the global generators under the name `random`.
         if name == "random":
             return self.global_states(x)
+
+        # The capture of something with generators
         memory = x["memory"].clone()
         graph = self.graph(x["graph"], memory.numpy())
         return {**x, "graph": graph, "memory": memory}
@@ -217,35 +249,47 @@ class _Reseeding:
     def global_states(self, captured: dict) -> dict:
         """The capture of a lane's states of the global generators.
 
-        A lane that has not begun has none.
+        A lane that has not begun has none: it has captured None.
         """
-        if captured["graph"].startswith("[null"):
+        root, _ = json.loads(captured["graph"])
+        if root is None:
             return captured
+
+        # Entering seeds the generators, and leaving takes their states.
         states = GlobalRandomStates(np.random.SeedSequence(self.word()))
         with states:
             pass
         return capture(states.get_state())
 
     def graph(self, text: str, memory: np.ndarray) -> str:
-        "The text of a capture. The bytes in its memory are changed in place."
+        """The text of a capture with other states.
+
+        The bytes in its memory are changed in place.
+        """
         root, entries = json.loads(text)
         dicts = [_named_items(entry) for entry in entries]
-        # numbers of the memories of captures within this one, which are bytes as well
+        # numbers of the memories of captures within this one, which are tensors of bytes as well
         memories = [x["memory"][0] for x in dicts if "graph" in x]
-        torch_form = [["uint8", "cpu"], _TORCH]
+        torch_form_and_shape = [["uint8", "cpu"], _TORCH]
         for k, (entry, items) in enumerate(zip(entries, dicts)):
-            is_state = entry[0] == "array" and entry[2:4] == torch_form
+            # The state of a generator of torch, as a tensor
+            is_state = entry[0] == "array" and entry[2:4] == torch_form_and_shape
             if is_state and k not in memories:
                 _bytes_of(entries, k, memory)[:] = self.torch_state().numpy()
+
+            # A generator of Python, whose state is a list in another entry
             elif entry[:2] == ["through", "random.Random"]:
-                version, words, waits = random.Random(self.word()).getstate()
-                state = [version, {"tuple": [*words]}, waits]
-                entries[entry[2][0]] = [
+                version, words, normal = random.Random(self.word()).getstate()
+                state = [version, {"tuple": [*words]}, normal]
+                [state_number] = entry[2]
+                entries[state_number] = [
                     "items",
                     "builtins.list",
                     state,
                     None,
                 ]
+
+            # The state of a generator of numpy, and the seeds of episodes
             elif "bit_generator" in items:
                 _put(entries, k, self.numpy_state(items), memory)
             elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
@@ -255,10 +299,14 @@ class _Reseeding:
                     dict(first=self.word()),
                     memory,
                 )
+
+            # An environment that is kept by its actions: to play them again needs the old numbers,
+            # and the numbers after them are others.
             elif "keeper" in items and items["keeper"].startswith("replay"):
-                # The replay needs the old numbers, and those after it are others.
                 pairs = [pair for pair in entry[2] if pair[0] != "noise"]
                 entry[2] = [*pairs, ["noise", self.word()]]
+
+            # Another capture within this one, whose memory is a part of this memory
             elif "keeper" in items:
                 its_memory = _bytes_of(
                     entries,
@@ -288,7 +336,7 @@ class _Reseeding:
 
 
 def _named_items(entry: list) -> dict:
-    "Key -> value of an entry of a capture, if it is a dict; those keys that are texts."
+    "Key -> value, for the keys of a dict that are texts; empty for entries of another kind."
     pairs = entry[2] if entry[0] == "dict" else []
     return {key: x for key, x in pairs if isinstance(key, str)}
 
@@ -297,15 +345,15 @@ _TORCH = [len(torch.Generator().get_state())]  # shape of the state of a generat
 
 
 def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
-    "The bytes of the dense array `k` of a capture, a part of its memory."
-    _, (block,), _, _, _, offset = entries[k]
-    _, begin, n = entries[block]
+    "The bytes from the beginning of array `k` to the end of the memory in which it lies."
+    _, (memory_number,), _, _, _, offset = entries[k]
+    _, begin, n = entries[memory_number]
     return memory[begin + offset : begin + n]
 
 
 def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
     "Give the dict `k` of a capture the values of `state`."
-    # `pair` is `[key, what stands for the value in the text]`.
+    # `pair` is `[key, value]`; for a dict or an array, the value is `[number of its entry]`.
     for pair in entries[k][2]:
         if pair[0] not in state:
             continue
@@ -314,8 +362,8 @@ def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
         if isinstance(new, dict):
             _put(entries, pair[1][0], new, memory)
         elif isinstance(new, np.ndarray):
-            its_bytes = _bytes_of(entries, pair[1][0], memory)
-            its_bytes[: new.nbytes] = new.view(np.uint8)
+            from_begin = _bytes_of(entries, pair[1][0], memory)
+            from_begin[: new.nbytes] = new.view(np.uint8)
         else:
             pair[1] = new
 

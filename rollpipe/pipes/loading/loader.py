@@ -60,16 +60,22 @@ class SeedStream:
     """
 
     def __init__(self, seed: int):
-        self.key, self.place = seed, 0
+        self.key = seed
+        self.count = 0  # number of seeds that were generated
 
     def generate(self) -> int:
         "The next seed, an unsigned 64-bit integer."
-        self.place += 1
-        return _number(self.key, *divmod(self.place + 1, 2))
+        # A block holds two numbers. Those of block 0 are no seeds, because `spawn` uses one.
+        block, half = divmod(self.count + 2, 2)
+        self.count += 1
+        return _number(self.key, block, half)
 
     def spawn(self, index: int) -> "SeedStream":
         "The separate stream for worker `index`."
-        return SeedStream(_number(_number(self.key, 0, 0), index - index % 2, index % 2))
+        # torchdata rounds `index` down to an even block, and so leaves every second block unused.
+        spawning_key = _number(self.key, 0, 0)
+        half = index % 2
+        return SeedStream(_number(spawning_key, index - half, half))
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #fce8418b
 class SeedGenerator:
@@ -91,6 +97,7 @@ class SeedGenerator:
             seed = torchs_seed()
         if seed >= 2**64:
             raise ValueError(f"Expected a seed below 2**64, got {seed}.")
+        # Both are the same until `spawn` gives each worker an own stream.
         self._shared = SeedStream(seed)
         self._own = SeedStream(seed)
 
@@ -200,7 +207,7 @@ class InProcessReadingService(ReadingServiceInterface):
     order.
     """
 
-    end: Any = None
+    end: Any = None  # the last pipe of the graph
 
     def initialize(self, datapipe: IterDataPipe) -> IterDataPipe:
         self.end = datapipe
@@ -211,17 +218,22 @@ class InProcessReadingService(ReadingServiceInterface):
     ) -> None:
         set_graph_random_seed(self.end, seed_generator)
 
-    def _tell(self, name, step):
-        for pipe in _breadth_first(traverse_dps(self.end), set())[::step]:
+    def _tell(self, name, sources_first=False):
+        "Call the method `name` of the pipes that have it."
+        pipes = _breadth_first(traverse_dps(self.end), set())
+        if sources_first:
+            pipes.reverse()
+        for pipe in pipes:
             method = getattr(pipe, name, None)
             if callable(method):
                 method()
 
+    # The signatures are those of torchdata's services.
     def _pause(self, pause_fn=None):
-        self._tell("pause", 1)
+        self._tell("pause")
 
     def _resume(self, resume_fn=None):
-        self._tell("resume", -1)
+        self._tell("resume", sources_first=True)
 
     def _limit(self, num_batches, limit_fn=None):
         pass
@@ -240,12 +252,12 @@ class LoaderIterator(Iterator):
     def __init__(self, loader: "DataLoader2", number: int):
         self.loader = loader
         self.number = number
-        self.count = 0
-        self.most = None
+        self.count = 0  # number of items since the last pause
+        self.most = None  # number of items until the next pause; None: no limit
 
     def __next__(self) -> Any:
         loader = self.loader
-        if self.number < loader.made - 1:
+        if self.number < loader.n_iterators - 1:
             loader._tell("finalize_iteration")
             raise RuntimeError(
                 "This iterator has been invalidated: a newer one was made from the same DataLoader2."
@@ -273,7 +285,8 @@ class LoaderIterator(Iterator):
             num_batches: number of items until the loader pauses, from now on and again after each
                 `resume`; None: no limit
         """
-        self.count, self.most = 0, num_batches
+        self.count = 0
+        self.most = num_batches
         self.loader._call("_limit", num_batches)
 
     def resume(self) -> None:
@@ -285,6 +298,7 @@ class LoaderIterator(Iterator):
         self.count = 0
 
     def __getattr__(self, name):
+        # `copy` and `pickle` ask for attributes before `__init__` has set any.
         stream = vars(self)["loader"].stream if "loader" in vars(self) else None
         if stream is None:
             raise AttributeError(name)
@@ -342,9 +356,12 @@ class DataLoader2:
         self.reading_service = _clone(reading_service)
         self.stream: Any = None
         self.waiting = False  # has an iteration begun from which no item was read?
-        self.paused = self.adapted = self.seeded = self.shut = False
+        self.paused = False
+        self.adapted = False  # has the service changed the graph?
+        self.seeded = False  # has an iteration begun with `_seed`?
+        self.shut = False
         # number of iterators; the loader does not hold them, so it is freed with its last reader
-        self.made = 0
+        self.n_iterators = 0
         self._seed = None
         self._seed_generator = SeedGenerator()
 
@@ -355,15 +372,18 @@ class DataLoader2:
             )
         if not self.waiting:
             self._begin()
-        self.made += 1
-        return LoaderIterator(self, self.made - 1)
+        self.n_iterators += 1
+        return LoaderIterator(self, self.n_iterators - 1)
 
     def _begin(self):
+        # The seeds: fresh ones, those of a new seed, or the next ones of an earlier seed
         if self._seed is None:
             self._seed_generator.seed()
         elif not self.seeded:
             self._seed_generator.seed(self._seed)
         self.seeded = True
+
+        # The graph, as the service changes it once, and for each iteration
         service = self.reading_service
         if service is not None:
             if not self.adapted:
@@ -385,7 +405,8 @@ class DataLoader2:
         """
         if seed >= 2**64:
             raise ValueError(f"Expected a seed below 2**64, got {seed}.")
-        self._seed, self.seeded = seed, False
+        self._seed = seed
+        self.seeded = False
 
     def shutdown(self) -> None:
         "End the reading service and release the stream. A second call does nothing."
@@ -396,7 +417,7 @@ class DataLoader2:
             self._tell("finalize_iteration")
             self._tell("finalize")
         finally:
-            # so that a loop that runs ends
+            # A loop that still reads ends.
             self.stream = iter(())
             self.waiting = False
 

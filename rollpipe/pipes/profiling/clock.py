@@ -76,6 +76,7 @@ class Account:
 
     def begin(self, stage: int) -> int:
         "From now on, count the time for `stage`. Returns the stage for which it counted before."
+        # Outside of all stages, `stage` is -1: that is the last one, see `Clock`.
         before = self.stage
         t = self.now()
         self.own[before] += t - self.since
@@ -179,7 +180,7 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
                 account.stage = before
                 account.since = end
 
-            # What is read by no other stage is an item of the whole graph.
+            # What is read outside of all stages (-1) is an item of the whole graph.
             counts[stage] += 1
             if counts[stage] == due[stage]:
                 _measure_size(account, stage, item)
@@ -201,7 +202,7 @@ def _measure_size(account, stage, item):
     account.sized[stage] += 1
     account.end(before)
 
-    # So many items are left out that this takes one part in `rare` of the time.
+    # So many items are left out that measuring takes 1 / `rare` of the time.
     duration = account.since - start
     elapsed = max(account.since - account.start, 1e-9)
     per_item = elapsed / account.items[stage]

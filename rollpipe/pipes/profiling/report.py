@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -277,7 +278,7 @@ LEARNER = "the learner"
 
 def _is_measured(x) -> bool:
     "Was the time of this stage measured? Otherwise its share is nan."
-    return x.share == x.share
+    return not math.isnan(x.share)
 
 
 def _notes(x) -> list:
@@ -407,7 +408,7 @@ def _more_workers(profile, setting) -> list:
     The transfer of an item takes up to a millisecond. So items that are collected in a few
     milliseconds are better collected here.
     """
-    # Items are collected fast.
+    # An item is awaited for less than `LONG`, which its transfer from a worker would not repay.
     if setting.seam is None:
         return []
     seam = profile.stages[setting.seam]

@@ -69,18 +69,20 @@ class _Open:
     def __init__(self):
         self.pieces = []  # (obs, act, rew, env)
         self.n = 0  # number of steps
+        self.next_obs = None  # the observation after the last piece
 
-    def add(self, piece, ahead):
+    def add(self, piece, next_obs):
         "Add a piece, and the observation after it."
         self.pieces.append(piece)
-        self.n += len(piece[2])
-        self.ahead = ahead
+        _, _, rew, _ = piece
+        self.n += len(rew)
+        self.next_obs = next_obs
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
         all_steps = [np.ones(len(x), bool) for x in rew]
         env = same_keys(list(env), all_steps)
-        last_obs = nested.map(lambda x: x[None], self.ahead)
+        last_obs = nested.map(lambda x: x[None], self.next_obs)
         return Episode(
             obs=nested.cat([*obs, last_obs]),
             act=nested.cat(act),
@@ -120,18 +122,19 @@ class EpisodeCutter:
                     expected="a dict",
                     got=type(part.env).__name__,
                 )
-            # What an episode has of each step, as arrays
+            # What an episode has of each step, as arrays. The rewards of the environment, and their
+            # mask `_...`, are no infos.
             env = {key: x for key, x in part.env.items() if key.removeprefix("_") != ENV_REWARD}
             act = nested.getitem(part.state.act, slice(1, None))
             steps = (part.state.obs, act, env_rewards(part), env)
-            number = final_numbers(part)
+            final_row = final_numbers(part)
             part = part._replace(
                 actor=(),
                 hx=(),
                 env=(),
                 final=part.final._replace(actor=()),
             )
-            yield from self._cut(_arrays(part), _arrays(steps), _arrays(number))
+            yield from self._cut(_arrays(part), _arrays(steps), _arrays(final_row))
 
     def rest(self) -> Iterator[Episode]:
         "The episodes that have not ended, which are given up."
@@ -139,44 +142,48 @@ class EpisodeCutter:
             yield from self._given_up(next(iter(self.open)))
 
     def _given_up(self, key):
-        # It is cut off where its last fragment ends.
+        "An episode that is cut off where its last fragment ends; nothing without `unfinished`."
         episode = self.open.pop(key).episode()
         if self.unfinished:
             yield episode
 
-    def _cut(self, part, steps, number):
+    def _cut(self, part, steps, final_row):
         """The episodes that end in a fragment of one lane, arrays.
 
         Args:
             part: the fragment [T, B]
             steps: (obs, act, rew, env) of its steps
-            number: int [T, B]: index in `final`, or below 0
+            final_row: int [T, B]: for each step, its row in `final`; -1: it has none
         """
         lane = _number_in(part.lane)
-        yield from self._check_order(part, lane)
+        yield from self._lost_episodes(part, lane)
 
-        # `fin` is True after rows that are no steps, too.
+        # `fin` is True after rows that are no steps, too: those of environments that rest, or that
+        # are being reset. Such a row is not part of an episode.
         begin = [0] * part.n_envs  # the first row of each column's episode
         for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
-            k = number[t, b]
-            self._take(
+            stop = t + 1 if is_step else t
+            k = final_row[t, b]
+            self._add_rows(
                 lane,
                 b,
                 part,
                 steps,
-                slice(begin[b], t + is_step),
+                slice(begin[b], stop),
             )
             begin[b] = t + 1
             ended = self.open.pop((lane, b), None)
             if ended is None:
                 continue
 
-            # The observation after the last step
+            # The observation after the last step. If row t is no step, it is that of row t, which
+            # was added with the step before.
             if k >= 0:
-                ended.ahead = nested.getitem(part.final.obs, k)
+                ended.next_obs = nested.getitem(part.final.obs, k)
             elif is_step and self.repeat_last:
-                ended.ahead = nested.getitem(ended.pieces[-1][0], -1)
+                last_piece_obs, _, _, _ = ended.pieces[-1]
+                ended.next_obs = nested.getitem(last_piece_obs, -1)
             elif is_step:
                 raise DataError(
                     "the last observation of an episode is not known",
@@ -192,7 +199,7 @@ class EpisodeCutter:
 
         # The episodes that go on in the next fragment
         for b, first in enumerate(begin):
-            self._take(
+            self._add_rows(
                 lane,
                 b,
                 part,
@@ -200,10 +207,11 @@ class EpisodeCutter:
                 slice(first, part.n_steps),
             )
 
-    def _check_order(self, part, lane):
-        """Raise `DataError` unless the fragment continues the one before.
+    def _lost_episodes(self, part, lane):
+        """The open episodes that were lost with their worker before this fragment.
 
-        Yields the episodes that were lost with their worker.
+        Raises `DataError` for others that the fragment does not continue, and if fragments are
+        missing before it.
         """
         seq = _number_in(part.seq)
         restarts = _number_in(part.restarts) or 0
@@ -227,8 +235,9 @@ class EpisodeCutter:
                     got=f"step {stepno}, seq={seq}",
                 )
 
-        # Another stream begins with 0.
-        if not (follows or was_lost or seq == 0):
+        # A fragment that does not follow is the first one of a new worker, or of another stream.
+        is_first = was_lost or seq == 0
+        if not follows and not is_first:
             raise DataError(
                 "a fragment does not continue the one before",
                 lane=lane,
@@ -236,7 +245,7 @@ class EpisodeCutter:
                 got=f"seq={seq}",
             )
 
-    def _take(self, lane, b, part, steps, rows):
+    def _add_rows(self, lane, b, part, steps, rows):
         "Add the `rows` of column `b` to its episode, which begins if there is none."
         if rows.start == rows.stop:
             return
@@ -256,8 +265,7 @@ class EpisodeCutter:
             self.open[lane, b] = _Open()
         piece = nested.map(np.copy, nested.getitem(steps, (rows, b)))
         next_obs = nested.getitem(part.state.obs, (rows.stop, b))
-        ahead = nested.map(np.copy, next_obs)
-        self.open[lane, b].add(piece, ahead)
+        self.open[lane, b].add(piece, nested.map(np.copy, next_obs))
 
 
 def _arrays(tree):
@@ -288,6 +296,7 @@ def whole_episodes(
     """
     cutter = EpisodeCutter(repeat_last, unfinished)
     for item in fragments:
+        # `EpisodeCollector` yields lists.
         for fragment in item if type(item) is list else [item]:
             check_item(fragment, Fragment, "whole_episodes")
             yield from cutter.add(fragment)
@@ -332,7 +341,7 @@ def _check_space(tree, space, name, valid, pipe):
             got=str(shapes),
         )
 
-    # The integers of spaces that have a range of them
+    # `RangeCheck` looks at the integers of discrete spaces, and not at boxes.
     integers = []
     for x, part in zip(nested.leaves(tree), nested.leaves(single_spaces(space))):
         is_box = isinstance(part, Box)
@@ -350,7 +359,9 @@ def _check_space(tree, space, name, valid, pipe):
 
 # %% ../../../nbs/pipes/29_recording/02_data_sampler.ipynb #ee5af139
 def return_scale(fragments: Iterable) -> float:
-    """The factor of the rewards that makes the range of the returns the longest episode's length.
+    """The length of the longest episode, divided by the range of the returns.
+
+    Rewards are multiplied by this factor; the range of their returns is then that length.
 
     Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
     https://arxiv.org/abs/2110.06169, appendix B, where the range is that of the returns alone; here
@@ -366,6 +377,8 @@ def return_scale(fragments: Iterable) -> float:
     account = EpisodeAccount()
     episodes = []
     for item in fragments:
+        # Among the infos may be rewards of the environment, which the account would count instead
+        # of the rewards of the stream.
         fragment = item.fresh if isinstance(item, Replayed) else item
         episodes += account.see_fragment(fragment._replace(env={}))
     returns = [0.0, *(episode.ret for episode in episodes)]
@@ -469,6 +482,7 @@ class DataSampler(Seeded, Pipe):
                 expected=f"a source of {self.length} steps or more",
                 got=str(n_steps),
             )
+        # A segment may go on from one whole episode to the next.
         memory = ReplayMemory(n_steps, length=self.length, seed=self.seed_sequence())
         store = memory.begin(unbatched(fragments[0]))
         store.links.episodes_follow = self.length > 1

@@ -55,7 +55,8 @@ def set_folder(name: str, folder: Any = None) -> Path:
         name: such as 'mujoco/ant/expert-v0'
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
-    # Minari reads no namespace of a single character, such as 'a/expert-v0'.
+    # Minari reads no namespace of a single character, such as 'a/expert-v0', where the last slash
+    # is at index 1.
     is_name = isinstance(name, str) and re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", name)
     if not is_name or name.rfind("/") == 1:
         raise DataError(
@@ -107,7 +108,8 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
             with open(file, "rb+") as f:
                 os.fsync(f.fileno())
 
-        # A folder that is not empty cannot be replaced in one step.
+        # A folder that is not empty cannot be replaced in one step. So the older one is moved away,
+        # unless somebody has made one meanwhile that must not be replaced.
         refuse()
         if path.exists():
             path.rename(old)
@@ -241,7 +243,7 @@ class Room:
 
     def take(self, arrays: list) -> None:
         "Reserve room for these arrays. Raises `OSError` if there is too little."
-        # Blocks may not be full, and HDF5 stores facts of each array.
+        # A generous estimate, because blocks may not be full, and HDF5 stores facts of each array
         needed = sum(2 * x.nbytes + 2**14 for x in arrays)
         if needed > self.reserved:
             self.file.flush()
@@ -304,7 +306,7 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
     if isinstance(like, dict):
         return dict(zip(like, arrays(like, like.values())))
 
-    # JPEG files are arrays of bytes.
+    # Images that are stored as JPEG have one row of bytes each, instead of the shape of an image.
     is_image = like.dtype == np.uint8 and like.ndim > 1
     if is_image and getattr(node, "ndim", 0) in (1, 2):
         node = Images(node, like)
@@ -369,7 +371,7 @@ def check_contained(file: Any, most: int) -> None:
                 continue
             addresses.add(address)
 
-            # The groups within are appended to the list that is being read.
+            # A group is appended to the list that the outer loop reads.
             if isinstance(node, h5py.Group):
                 groups.append(node)
             elif isinstance(node, h5py.Dataset):
@@ -377,6 +379,7 @@ def check_contained(file: Any, most: int) -> None:
 
 
 def _check_numbers(node: Any, most: int) -> None:
+    "Raise `DataError` for an array in other files, or with blocks of more than `most` bytes."
     if node.external or node.is_virtual:
         raise DataError(
             f"{node.name} reads other files",
@@ -417,7 +420,8 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
         )
 
     try:
-        return spec and spec.to_json(), observation_space, action_space
+        spec_json = None if spec is None else spec.to_json()
+        return spec_json, observation_space, action_space
     except (TypeError, ValueError) as e:
         raise DataError(
             f"the spec of the environment cannot be written ({e})",
@@ -449,7 +453,8 @@ def _conforming(tree, likes, name):
         name: name of the arrays, for messages
     """
     form = nested.Form(likes.fragment, name)
-    if nested.flatten(tree)[1] != form.structure:
+    _, structure = nested.flatten(tree)
+    if structure != form.structure:
         form.other_structure(tree)  # always raises
     try:
         tree = nested.map(as_like, tree, likes.fragment)
@@ -464,7 +469,11 @@ def _conforming(tree, likes, name):
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #9294fbe4
 def _write(file, room, n, episode, obs_likes, act_likes, forms):
-    "Write episode `n`. `forms` has the forms of all infos so far."
+    """Write episode `n`.
+
+    `forms` has the shapes of all infos so far, path -> shape of one step. Those of this episode are
+    added.
+    """
     # Infos have a row before the first step, which is marked as missing.
     n_steps = len(episode.rew)
     infos = {}

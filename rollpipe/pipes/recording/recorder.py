@@ -50,6 +50,7 @@ from rollpipe.pipes.keeping.files import (
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #2bccceec
 FORMAT = 2
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.safetensors(\.gz)?")
+# unit in capital letters -> bytes: KB, MB, ... and KIB, MIB, ...
 _UNITS = dict(B=1)
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS[f"{_letter}B"] = 1000**_power
@@ -92,6 +93,7 @@ def bytes_of(size: Any, name: str) -> int:
     >>> bytes_of("1.5 MB", "limit")
     1500000
     """
+    # What is no number of bytes counts as 0, which is refused.
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
     number, unit = match.groups() if match else ("0", "")
     try:
@@ -135,8 +137,8 @@ class ItemFolder:
         # A process that was forked from this one has the objects, but does not write.
         self.owner = os.getpid()
 
-        # Files that a thread compresses and writes, and its first error. No file may follow one
-        # that is missing.
+        # Files that a thread compresses and writes, and its first error. After an error it writes
+        # no more, because no file may follow one that is missing.
         self.pool = ThreadPoolExecutor(1) if compress else None
         self.waiting = deque()
         self.failed: Any = None
@@ -293,6 +295,9 @@ class ItemFolder:
 class ItemWriter:
     """Writes items into a folder, several to a file.
 
+    `codes` has an entry for each item that is in no file yet: its number as a text -> the code of a
+    list of two, the item and the list of what it was asked for, see `encode`.
+
     Args:
         folder: the folder
         n: number of the next item
@@ -347,13 +352,14 @@ class ItemWriter:
                 expected="a greater `chunk`, or no pipe that fetches items early, such as "
                 "`ToDevice(ahead=1)`",
             )
-        asked = self.codes[str(n)]["list"][1]["list"]
+        _, answers = self.codes[str(n)]["list"]
+        asked = answers["list"]
         asked.append(self._encoded(answer, f"{n}.asked.{len(asked)}"))
 
     def flush(self) -> None:
         "Write a file with the items that are in no file yet."
-        # A signal may have interrupted `add` before its item counted, or this method after the file
-        # was written.
+        # Only items that count are written: a signal may have interrupted `add` before its item
+        # did, or this method after the file was written.
         names = [str(n) for n in range(self.first, self.n)]
         if not names:
             return
@@ -388,6 +394,7 @@ MOST = 2**34
 
 
 def _compressed(data: bytes) -> bytes:
+    "Stored without compression if a reader would take so small a file for a trap (`most_bytes`)."
     small = gzip.compress(data, 1, mtime=0)
     if len(data) <= most_bytes(len(small)):
         return small
@@ -629,12 +636,15 @@ class Recorder(Pipe):
             without_objects(item),
         )
         progress["n"] = writer.n
-        if n is None:
+        if n is None:  # the recording has just stopped
             return item
         return asking(item, lambda answer: self._guarded(progress, writer.ask, n, answer))
 
     def _guarded(self, progress, write, *args):
-        "Call `write`. With `on_error='stop'`, a full disk stops the recording."
+        """Call `write`, and return its result.
+
+        With `on_error='stop'`, a full disk stops the recording, and None is returned.
+        """
         # What has stopped writes no more, but still releases its folder.
         if progress["stopped"] and write.__name__ != "close":
             return None

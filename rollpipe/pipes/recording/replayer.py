@@ -81,7 +81,7 @@ def _lane_name(lane):
 
 def _lane_of(part) -> Any:
     "The number of the lane whose folder this is; None if it is that of no lane."
-    number = part.name[5:]
+    number = part.name[len("lane-") :]
     return int(number) if number.isdigit() else None
 
 
@@ -95,21 +95,22 @@ def records_of_folder(
     Args:
         folder: one of `parts_in`
         start: number of the first item; None: the first one in the folder
-        damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function
-            that gets the error instead
+        damaged: 'refuse': raise the error; 'skip': leave out what is damaged or missing, and say so
+            in the log; or a function that gets the error instead
     """
     for file in item_files(folder):
+        # The items that are looked for begin with `start`.
         if start is not None and file.end <= start:
             continue
+        if start is not None and file.first > start:
+            problem = f"{folder}: items {start} to {file.first - 1} are missing"
+            _report(CheckpointError(problem), damaged)
+
         records = []
         try:
-            if start is not None and file.first > start:
-                problem = f"{folder}: items {start} to {file.first - 1} are missing"
-                _report(CheckpointError(problem), damaged)
             records = list(records_in(file))
         except CheckpointError as e:
             _report(e, damaged)
-
         for record in records:
             if start is None or record.n >= start:
                 yield record
@@ -192,9 +193,9 @@ class Replayer(Source):
 
     With a pipe to compare, it yields the items of that pipe. Below `Lanes(Replayer(path), n)` each
     lane gives its own part. Without `Lanes`, the parts of lanes come in turn, as `Lanes` yields
-    them. A tick or a `Replayed` gives again what was requested of it while it was recorded; a
-    `Replayed` has no memory. Tensors are on the CPU. Reading executes nothing. The module of a
-    named tuple has to be imported before.
+    them. A tick answers what it was asked for when it was recorded. A `Replayed` yields the samples
+    that were read then, and its `memory` is None. Tensors are on the CPU. Reading executes nothing.
+    The module of a named tuple has to be imported before.
 
     Raises `DataError` if there is no recording, if a lane of it would not be played, and, with the
     leaf, for the first item that differs from `against`; and `CheckpointError`, which names the
@@ -227,7 +228,7 @@ class Replayer(Source):
         self.path = path
         self.against = against
         self.damaged = damaged
-        parts_in(path)
+        parts_in(path)  # raises `DataError` if there is no recording
 
     def _open(self):
         return iter(()) if self.against is None else opened(self.against)
@@ -267,6 +268,8 @@ class Replayer(Source):
                     got=", ".join(p.name for p in all_parts)[:80],
                 )
 
+        # A lane without items cannot be compared, because even their numbers are unknown.
+        damaged = self.damaged if self.against is None else "refuse"
         for part in parts:
             if not item_files(part):
                 error = DataError(
@@ -274,7 +277,7 @@ class Replayer(Source):
                     pipe=self,
                     expected="a recording with all lanes",
                 )
-                _report(error, self.damaged if self.against is None else "refuse")
+                _report(error, damaged)
         return parts
 
     def _records(self, part, n):
@@ -291,6 +294,8 @@ class Replayer(Source):
             _log.warning(
                 f"{part}: items {n} to {first - 1} are not recorded, so they are not compared"
             )
+
+        # Without a start, the items before the first file are no error.
         start = n if n > first else None
         return with_gaps(
             records_of_folder(part, start, self.damaged),
@@ -331,7 +336,8 @@ class Replayer(Source):
             return item
         self._check(record.item, without_objects(item), name)
 
-        # The answers are compared when the item is asked.
+        # `asking` returns the item so that each of its answers is compared with the recorded one
+        # when a reader asks for it.
         answers = iter(record.asked)
         name = f"{name}, what it was asked for"
         return asking(item, lambda answer: self._check(next(answers, None), answer, name))
@@ -371,13 +377,14 @@ class PastMemory:
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
         "Raise `DataError` as `ReplayMemory.prioritize` does."
+        # How many steps the memory had seen is not known, so no serial number is too large.
         checked_errors(index, td_abs, sys.maxsize, ReplayMemory)
 
 
 def noted(item: Any) -> tuple[Any, Any]:
-    """An item for a learner, and the same item as data.
+    """An item for a learner, and the same item as data, from which `remade` makes it once more.
 
-    The data are complete when the learner has read the item.
+    The samples of a `Replayed` are added to the data while the learner reads them.
 
     Args:
         item: an item of a stream; nobody else reads the samples of a `Replayed`

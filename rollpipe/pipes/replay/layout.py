@@ -154,10 +154,10 @@ class FragmentLayout:
 
     def __init__(self, example: Fragment):
         self.example = example
-        self.structure = nested.flatten(example)[1]
+        _, self.structure = nested.flatten(example)
         self.fields = fields_of(example, "fragment")
 
-        # For each field, the index of its records in `unpack`
+        # For each field, the index of its records among the five `parts` in `unpack`
         part = self.fields.map(
             rows=lambda _: 0,
             steps=lambda _: 1,
@@ -208,7 +208,8 @@ class FragmentLayout:
             Fragment.COLUMNS,
             lambda x: x[order, None],
         )
-        records["final"] = records["hx"] = -1
+        records["final"] = -1
+        records["hx"] = -1
         return records
 
     def pack_final(self, fragment: Fragment) -> np.ndarray:
@@ -242,6 +243,7 @@ class FragmentLayout:
             finals: all records of true last observations, to which `records['final']` refers
             hxs: all records of recurrent states, to which `records['hx']` refers; None: zeros
         """
+        # The true last observations of these steps, and the recurrent states of the first row
         final_number = records["final"][:-1]
         t, b = (final_number >= 0).nonzero()
         finals = finals[final_number[t, b]]
@@ -270,7 +272,8 @@ class FragmentLayout:
         for name in records.dtype.names:
             into[name] = records[name]
 
-        # The mask of an info that all records had is True for every valid step.
+        # The mask of an info that all records had is True for every valid step. Any other info that
+        # is missing is nan or 0.
         masks = {f"_{key}" for key in before.example.env}
         for key, fields in self.fields.env.items():
             if key in before.example.env:
@@ -320,8 +323,10 @@ class Ring:
         Args:
             n: number of new items, at most `capacity`
         """
+        # Items replace others from serial number `capacity` on.
         serial = np.arange(self.next_serial, self.next_serial + n)
-        replaced = self.slot(serial[max(0, self.capacity - self.next_serial) :])
+        n_into_empty = max(0, self.capacity - self.next_serial)
+        replaced = self.slot(serial[n_into_empty:])
         self.next_serial += n
         return serial, replaced
 
@@ -394,6 +399,7 @@ class SideTable:
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #d0927fe6
 def _in_use(file):
+    "The error for a folder that another memory has."
     return DataError(
         f"{file} is in use by another memory",
         got="a second one",
@@ -415,6 +421,7 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
     """
     file = folder / "steps.npy"
     needed = capacity * dtype.itemsize
+
     # A memory that has mapped the old file can still use it.
     file.unlink(missing_ok=True)
     free = shutil.disk_usage(folder).free
@@ -447,7 +454,8 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
 def _is_ours(file) -> bool:
     """Has a memory made this file?
 
-    `numpy.save` has another version of the format. A kill may have left it empty.
+    It has version 3 of numpy's format, and `numpy.save` would have written another one. A kill may
+    have left it empty.
     """
     with open(file, "rb") as f:
         return f.read(7) in (b"", b"\x93NUMPY\x03")

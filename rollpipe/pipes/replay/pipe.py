@@ -166,6 +166,7 @@ class Replay(Seeded, Pipe):
                 expected=f"a multiple of {n}",
                 got=str(self.batch_size),
             )
+        # The warm-up is rounded up, and must still fit.
         self.batch_size //= n
         self.capacity //= n
         self.warmup = min(-(-self.warmup // n), self.capacity)
@@ -184,7 +185,7 @@ class Replay(Seeded, Pipe):
                 older.close()
             _newest[id(self)] = memory
 
-            # Before `keep`, which clears `restored`
+            # `keep` clears `restored`, so the memory gets its state before.
             if self.restored is not None:
                 memory.set_state(self.restored["replay"], self.chunks)
 

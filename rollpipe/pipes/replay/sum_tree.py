@@ -62,6 +62,7 @@ class SumTree:
         # The sums above these leaves, level by level
         for _ in range(self.depth):
             node = node >> 1
+
             # Neighbours often have the same parent. With many nodes, it is faster to drop repeated
             # parents.
             if len(node) > 64:
@@ -74,6 +75,7 @@ class SumTree:
 
         They are the same, bit for bit, because each one is the sum of its two children.
         """
+        # Level `k` has the nodes 2**k to 2**(k + 1) - 1. The lowest one above the leaves is first.
         for k in reversed(range(self.depth)):
             below = self.nodes[2 << k : 4 << k]
             self.nodes[1 << k : 2 << k] = below[::2] + below[1::2]
@@ -84,7 +86,8 @@ class SumTree:
         Args:
             sums: [n], each in [0, total)
         """
-        # From the root down, one level for all searches at a time
+        # From the root down, one level for all searches at a time. A search goes right if its sum
+        # is not within the left child, whose sum is then behind it.
         node = np.ones(len(sums), np.int64)
         sums = np.array(sums)
         for _ in range(self.depth):

@@ -296,7 +296,7 @@ class BlockCheck:
         arrays = [x.cpu().numpy() for x in leaves]
         if not len(arrays[0]):
             return None
-        structure = nested.flatten(space_spec(self.space, self.name))[1]
+        _, structure = nested.flatten(space_spec(self.space, self.name))
         finite = FiniteCheck(structure.unflatten([x[0] for x in arrays]), self.name)
         in_range = RangeCheck(self.space, self.name)
         for t in range(len(arrays[0])):
@@ -327,7 +327,8 @@ class ActionsForEnv:
         self.form = None
         spec = nested.leaves(space_spec(space, "act"))
         self.dtypes = [torch.from_numpy(x[None]).dtype for x in spec]
-        # (minimum, maximum) of each leaf, or None
+
+        # (minimum, maximum) to which the floats of each leaf are clipped; None: they stay
         parts = nested.leaves(single_spaces(space))
         self.bounds = [self._bounds(part) if clip else None for part in parts]
 
@@ -355,11 +356,13 @@ class ActionsForEnv:
         return torch.clamp(x.to(dtype), *bounds)
 
     def _bounds(self, space):
+        "The bounds of a part of the action space; None if there is nothing to clip."
         if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f":
             return None
         bounds = space.low, space.high
         if not any(np.isfinite(x).any() for x in bounds):
             return None
+
         # Numbers clip faster than tensors.
         if all((x == x.flat[0]).all() for x in bounds):
             return tuple(float(x.flat[0]) for x in bounds)
@@ -491,10 +494,12 @@ class TensorBatch(Batch):
     def _learn(self, seed, clip_actions):
         "Read and check the attributes of the environment: device, `n_envs` and spaces."
         env = self.env
+
         # 'cuda' becomes 'cuda:0', as in `tensor.device`.
         self.device = torch.empty(0, device=checked_device(env.device)).device
         self.n = check_integer("n_envs", getattr(env, "n_envs", None))
-        self._seed = env_seeds(seed, 1)[0][1]
+        [(_, reset_seed, _)] = env_seeds(seed, 1)
+        self._seed = reset_seed
         for name in ("observation_space", "action_space"):
             if not isinstance(getattr(env, name, None), gym.Space):
                 raise EnvError(
@@ -616,7 +621,8 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
         act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
         rew: [T+1, B]; row 0 is not checked
     """
-    # (row of the fragment, order within a row, finding). Within a row, actions come first.
+    # (row of the fragment, order within a row, finding). Within a row, actions come first (order
+    # 0), because the environment answers to them.
     findings = []
     checks = (
         (batch.act_check, [x[1:] for x in act], 1),

@@ -81,7 +81,7 @@ class SharedMemory:
         file_size = os.fstat(self.fd).st_size
         if size > file_size:
             self._lengthen(file_size, size)
-        self.view(max(size, file_size))
+        self.view(max(size, file_size))  # which also notes the new size
 
     def _lengthen(self, file_size, size):
         "Lengthen the file from `file_size` to `size` bytes, and reserve its pages."
@@ -140,7 +140,7 @@ def _opened(fd, size) -> SharedMemory:
 
 
 def next_place(size: int) -> int:
-    "The next multiple of 64 bytes. An array begins at such a place."
+    "`size`, rounded up to a multiple of 64 bytes. An array begins at such a place."
     return size + -size % 64
 
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #87d5e4eb
@@ -334,9 +334,15 @@ def pickle_containers(item: Any, specs: list) -> bytes | None:
 
     Returns None if this fails or does not restore the same containers.
     """
-    # `is_leaf` is always False. It collects all nodes, leaves included.
+    # optree asks `is_leaf` about every node, leaves included. Here it collects them, and says
+    # always no.
     nodes = []
-    leaves, tree = optree.tree_flatten(item, is_leaf=lambda x: bool(nodes.append(x)))
+
+    def is_leaf(x):
+        nodes.append(x)
+        return False
+
+    leaves, tree = optree.tree_flatten(item, is_leaf=is_leaf)
 
     # Attributes of a container may differ from item to item. So if a container may have some, each
     # whole item is pickled.
@@ -366,7 +372,8 @@ class ItemFormat:
     """
 
     specs: Any  # list of `ArraySpec`; None: the item has more than containers and arrays
-    _prepared: Any  # memory for the small arrays of the next item; None: not allocated yet
+    # `(leaves, small arrays to copy into)` of the next item; None: not allocated yet
+    _prepared: Any
 
     def __init__(self, pickle: bytes, size: int, only_arrays: bool):
         self.pickle = pickle
@@ -407,7 +414,8 @@ class ItemFormat:
         This brings code and memory into the processor's caches. `specs` must not be None.
         """
         self.prepare()
-        copy_arrays(self._prepared[1], views, self.small_tensors)
+        _, small_arrays = self._prepared
+        copy_arrays(small_arrays, views, self.small_tensors)
         optree.tree_unflatten(self.tree, self.specs)
 
     def assemble(self, views: list, get: Callable | None) -> Any:
@@ -422,7 +430,7 @@ class ItemFormat:
         self._prepared = None
         copy_arrays(small_arrays, views, self.small_tensors)
 
-        # All arrays but the small ones are asked for.
+        # The leaves that are not prepared are None. They are asked for.
         if len(self._small_indices) < len(leaves):
             leaves = [get(spec) if x is None else x for x, spec in zip(leaves, self.specs)]
         return optree.tree_unflatten(self.tree, leaves)

@@ -72,7 +72,9 @@ class Member:
             self.process.send(self.message(request, slot_states))
 
     def message(self, request: Request, slot_states: list) -> tuple:
-        "What `LaneRunner.answer` takes."
+        """What `LaneRunner.answer` takes. The layout of the slot is part of it only if it is not
+        the one that was sent last.
+        """
         slot, position = request.destination
         layout = slot_states[slot].layout
         new_layout = None if layout is self.layout else (layout.n, layout.arrays)
@@ -152,7 +154,7 @@ def _may_run_on(cores) -> bool:
     except (OSError, TypeError, ValueError, OverflowError):
         return False
 
-    # The system leaves out cores that do not exist.
+    # The system has left out cores that do not exist.
     try:
         return os.sched_getaffinity(0) == cores
     finally:
@@ -236,6 +238,7 @@ class Members:
 
     def add(self, member: Member) -> None:
         "Add a member, or replace the one with the same index."
+        # Behind the last index, this appends.
         self.members[member.index : member.index + 1] = [member]
         self.member_of[member.process.link.fileno()] = member
         self.poller.register(member.process.link, select.POLLIN)
@@ -422,7 +425,8 @@ def plan_buffers(
     """
     max_pending = pending_limit(n_lanes, group_size, lag)
 
-    # Items in progress and a batch, or whole slots of them with two slots to lend.
+    # Room for the items in progress and a batch. If items share slots, also for whole slots of the
+    # items in progress, and for two slots that are lent to readers.
     if n_buffers is None:
         with_batch = max_pending + max(group_size, n_lanes)
         with_two_slots = width * (slots_spanned(max_pending, width) + 2)
@@ -508,7 +512,8 @@ class ProcessCrew:
             holders: indices, in the publisher, of the holders of weights in these graphs
             with_states: the worker sends the state of a lane with each item
         """
-        # The arguments of `LaneRunner`. `multiprocessing` must pass shared memory itself.
+        # The arguments of `LaneRunner`. Those with shared memory are apart, because only
+        # `multiprocessing` itself can pass it.
         service = self.service
         name = f"worker {index}"
         cores, device = cores_and_device(service.affinity, index)

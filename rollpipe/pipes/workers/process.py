@@ -156,7 +156,7 @@ def start_method_for(method: str | None = None, threads: int = 1) -> str:
     known = multiprocessing.get_all_start_methods()
     cuda = torch.cuda.is_initialized()
 
-    # Libraries of macOS are not safe after a fork.
+    # Neither CUDA, nor torch with several threads, nor libraries of macOS work after a fork.
     if method is None:
         fork_is_safe = not cuda and threads == 1 and sys.platform != "darwin"
         return "fork" if "fork" in known and fork_is_safe else "spawn"
@@ -192,8 +192,9 @@ def _death_of(worker) -> WorkerDied:
     if code is None:
         return WorkerDied(f"{worker} closed its connection")
 
-    # Not `has_started`: a worker sends `STARTED` only when it has its arguments, and the message may
-    # not have been read. It serves its file as soon as it runs.
+    # A worker serves its traceback file as soon as it runs. `has_started` would say less: the
+    # worker sends `STARTED` later, when it has its arguments, and the message may not have been
+    # read.
     if code < 0 or worker.traceback_file.is_served():
         return WorkerDied(f"{worker} {_end_of(code)}")
     return WorkerNotStarted(
@@ -240,7 +241,7 @@ def _end_all(parts, grace, failed=False) -> list:
     running_before = _alive(processes)
     killed = []
 
-    # Each step has its time. Messages that arrive meanwhile are read, because a worker may wait
+    # Each step has its time [s]. Messages that arrive meanwhile are read, because a worker may wait
     # until its last message is read.
     steps = ((0.0 if failed else 0.5, _ask), (grace, _terminate), (5.0, _kill))
     for patience, push in steps:
@@ -443,7 +444,7 @@ class WorkerProcess:
             current = threading.current_thread()
             self.threads = [t.name for t in threading.enumerate() if t is not current]
 
-        # The process has its finalizer before Ctrl-C can come.
+        # Ctrl-C waits until the process has its finalizer, so it cannot leave a process behind.
         with _starting, _without_sigint():
             parts = _start_process(
                 multiprocessing.get_context(method), name, function, shared, packed, threads, cores
@@ -546,4 +547,5 @@ class WorkerProcess:
 
     def close(self) -> BaseException | None:
         "End the process if it runs. Returns the error that it sent at the end, or None."
-        return next(iter(end_workers([self])), None)
+        errors = end_workers([self])
+        return errors[0] if errors else None

@@ -111,6 +111,7 @@ class LaneSchedule:
 
     def has_room(self) -> bool:
         "May another request be made? With a `lag`, only groups at most `lag` ahead are requested."
+        # Items of the present group that are consumed already leave no room for further ones.
         consumed = 0 if self.lag is None else self.n_handed_out % self.group_size
         return bool(self.turn) and len(self.pending) < self.max_pending - consumed
 
