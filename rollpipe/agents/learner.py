@@ -120,7 +120,8 @@ def number_error(
         problem = f"too large {what}"
         expected = f"at most {LARGEST:.1e}, whose square is finite"
     else:
-        problem = f"non-finite {what.partition(' ')[2]}"
+        _, _, noun = what.partition(" ")  # without its article
+        problem = f"non-finite {noun}"
         expected = finite
     return DataError(
         problem,
@@ -498,12 +499,13 @@ class ScheduledLearner(LearnerState):
 
             # A constant rate is the option. One with a schedule of its own is set before the next
             # update. One that falls by `decay_steps` begins at the option, its `initial_lr`.
-            changes = name in self.schedules or self.decay_steps and self.decay_of_rate(group)
-            if not changes:
+            has_schedule = name in self.schedules
+            falls = bool(self.decay_steps) and self.decay_of_rate(group) is not None
+            if not (has_schedule or falls):
                 group.pop("initial_lr", None)
             if "initial_lr" not in group:
                 group["lr"] = getattr(self, name)
-            elif name not in self.schedules:
+            elif not has_schedule:
                 group["initial_lr"] = getattr(self, name)
 
 # %% ../../nbs/agents/07_learner.ipynb #91cfde47

@@ -60,7 +60,7 @@ class Evaluated(NamedTuple):
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #905ad2c6
 def evaluated(actor: Any, options: dict) -> Evaluated:
-    """Evaluate an actor here and now.
+    """Evaluate an actor here and now, and say how long it took and of which version it is.
 
     Args:
         options: options of `evaluate`; `{version}` in `record` stands for the version of the actor
@@ -117,9 +117,9 @@ def answer_all(link: Any) -> None:
 
 
 class EvaluatedApart(AbstractContextManager):
-    """`evaluated` in a process of its own, which must begin before this process has environments.
+    """A function like `evaluated` that evaluates in a process of its own.
 
-    The context ends it.
+    It must be made before this process has environments. Leaving the context ends its process.
     """
 
     def __init__(self):
@@ -135,9 +135,11 @@ class EvaluatedApart(AbstractContextManager):
 
 
 def evaluated_beside(env: str, env_kwargs: dict) -> AbstractContextManager:
-    """A context with `evaluated`, which does not disturb a training in this process.
+    """A context that gives a function like `evaluated`, which does not disturb a training in this
+    process.
 
-    It has a process of its own if a second environment would disturb that of the training.
+    It is an `EvaluatedApart` if a second environment would disturb that of the training, and
+    `evaluated` itself if not.
 
     Args:
         env: gymnasium id
@@ -163,6 +165,9 @@ class EvaluationProcess:
         self.worker = worker
         self.silence = silence
         self.on_silence = on_silence
+
+        # If this object is forgotten, its shared memory is closed. When the whole process ends, the
+        # system does so.
         weakref.finalize(self, publisher.close).atexit = False
         self.answers = []
         self.error = None
@@ -271,9 +276,10 @@ class EvaluationProcess:
                 timeout = 0.0
                 self._restart_patience()
                 if message is NOTHING:
-                    continue
+                    continue  # a message whose rest has not arrived
 
-                # An answer. The weights may have been published again since it was asked for.
+                # An answer, and which publication of the weights it is about. If there was another
+                # one since, it is evaluated next.
                 publication, answer = message
                 self.asked = None
                 self.answers.append(answer)
@@ -299,6 +305,9 @@ class EvaluationProcess:
     def _lost(self, error):
         "End because of an error of the process, which names the version that was under evaluation."
         was_running = isinstance(error, WorkerError) and not isinstance(error, WorkerNotStarted)
+
+        # The process takes the newest weights when it begins an evaluation. These may be newer than
+        # those at the request.
         if was_running and self.asked is not None:
             later = "" if self.publisher.versions() == [self.asked] else " or a later one"
             error.problem += f" while it evaluated version {self.asked}{later}"
