@@ -254,9 +254,15 @@ class Actor(torch.nn.Module):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         for method, (positional, keywords) in cls._contract.items():
-            noisy = method == "forward" and hasattr(cls, "draw_noise")
-            if method in cls.__dict__ or (noisy and "draw_noise" in cls.__dict__):
-                check_signature(cls, method, positional, keywords + ("noise",) * noisy)
+            # An actor that draws noise also gets `noise` in `forward`.
+            takes_noise = method == "forward" and hasattr(cls, "draw_noise")
+            if takes_noise:
+                keywords = (*keywords, "noise")
+
+            # What a class inherits was checked before, unless it is the first that draws noise.
+            is_new = method in cls.__dict__ or (takes_noise and "draw_noise" in cls.__dict__)
+            if is_new:
+                check_signature(cls, method, positional, keywords)
 
     def step(
         self,
