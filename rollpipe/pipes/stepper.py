@@ -283,8 +283,10 @@ class EnvStepper(Acting, Seeded, Source):
         )
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
+        # To make environments may draw from the global generators. A resumed iteration goes on from
+        # their states of before, so there this has no effect on them.
         with nullcontext() if self.restored is None else GlobalRandomStates():
-            interaction = self.interact(items)  # which may draw
+            interaction = self.interact(items)
         try:
             if self.restored is None:
                 interaction.start()

@@ -33,8 +33,8 @@ class FiniteCheck:
         ]
 
     def find(self, leaves: list) -> tuple | None:
-        """`(environment, leaf, value)` of the first environment whose numbers are not finite; None
-        if all are.
+        """`(environment, leaf, value)` of the first environment whose numbers are not finite, in
+        the first leaf that has one; None if all are finite.
         """
         # 0 * inf and 0 * nan are nan, and nan != 0: one pass, and no temporary array.
         for i, (x, zeros) in enumerate(zip(leaves, self.zeros)):
@@ -45,9 +45,13 @@ class FiniteCheck:
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #3b80a2ab
 def limits(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
     "The least and the greatest number of a countable space, in its dtype."
-    n = space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, "nvec", 2)
+    # How many values a number may have. Those of a `MultiBinary`, which has no `nvec`, have two.
+    is_discrete = isinstance(space, gym.spaces.Discrete)
+    n_values = space.n if is_discrete else getattr(space, "nvec", 2)
+
+    # A `MultiBinary` has no `start` either: it begins at 0.
     low = np.asarray(getattr(space, "start", 0), space.dtype)
-    return low, low + np.asarray(n - 1, space.dtype)
+    return low, low + np.asarray(n_values - 1, space.dtype)
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #1c124782
 class RangeCheck:
@@ -120,8 +124,8 @@ def tuple_of(answer: Any, n: int, method: str, expected: str) -> Any:
 def env_failure(call: str, env: Any, e: Exception) -> EnvError:
     """The error for what `call` raised, or for an answer that its caller could not unpack.
 
-    A traceback of one frame, that of the caller, means that unpacking has failed, in our code and
-    not in the environment.
+    If the traceback has only the frame of the caller, the environment has returned, and its answer
+    could not be unpacked.
 
     Args:
         call: 'reset()', 'step()' or a text
@@ -129,8 +133,8 @@ def env_failure(call: str, env: Any, e: Exception) -> EnvError:
         e: the exception, as the caller has caught it
     """
     traceback = e.__traceback__
-    is_of_caller = traceback is not None and traceback.tb_next is None
-    if call in _ANSWERS and is_of_caller:
+    has_one_frame = traceback is not None and traceback.tb_next is None
+    if call in _ANSWERS and has_one_frame:
         return EnvError(
             f"{call} gave another answer than gymnasium defines",
             env=env,
@@ -141,18 +145,16 @@ def env_failure(call: str, env: Any, e: Exception) -> EnvError:
 
 
 def refuse_pair(x: Any, like: Any) -> None:
-    """Raise `DataError` if `x` is what `reset` returns, in the place of the observation alone.
+    """Raise `DataError` if `x` is the pair `(obs, info)` that `reset` returns, where only the
+    observation belongs.
 
     Args:
         x: the observation
-        like: arrays as announced by the space
+        like: arrays as announced by the space; a tuple, for which any tuple may be right
     """
-    if (
-        isinstance(x, tuple)
-        and not isinstance(like, tuple)
-        and len(x) == 2
-        and isinstance(x[1], dict)
-    ):
+    is_pair = isinstance(x, tuple) and len(x) == 2
+    has_info = is_pair and isinstance(x[1], dict)
+    if has_info and not isinstance(like, tuple):
         raise DataError(
             "an observation and an info stand where an observation belongs",
             leaf="obs",
@@ -181,7 +183,8 @@ def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
 
 
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
-    """`x` as an array, in the dtype of `like` if this changes only the precision.
+    """`x` as an array, in the dtype of `like` unless that is a narrower kind of number: an integer
+    becomes a float, but no float becomes an integer.
 
     Raises `OverflowError` for integers that do not fit.
     """
@@ -190,7 +193,10 @@ def as_like(x: Any, like: np.ndarray) -> np.ndarray:
 
 
 def cast_exactly(x: np.ndarray, like: np.ndarray) -> np.ndarray:
-    "`x` in the dtype of `like`. Raises `OverflowError` for integers that do not fit."
+    """`x` in the dtype of `like`. Integers keep their values, and floats are rounded.
+
+    Raises `OverflowError` for a number that an integer dtype cannot hold.
+    """
     cast = x.astype(like.dtype, copy=False)
     if cast is not x and cast.dtype.kind in "iu":
         wrong = cast != x
@@ -217,14 +223,17 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
     shape = space.shape
     kinds = "f" if space.dtype.kind == "f" else "iub"
 
-    # Integers must be within their limits, and floats are clipped to the bounds of a Box.
+    # Integers must be within their limits.
     is_box = isinstance(space, gym.spaces.Box)
     low, high = (None, None) if is_box else limits(space)
-    bounds = bounds_of_one = None
+
+    # Floats are clipped to the bounds of a Box, if it has any. `bounds` are those of one action at
+    # first, and then those of the last batch.
+    bounds_of_one = None
     if clip and kinds == "f" and is_box:
-        bounds = bounds_of_one = space.low, space.high
-    if bounds and not any(np.isfinite(x).any() for x in bounds):
-        bounds = None
+        is_bounded = np.isfinite(space.low).any() or np.isfinite(space.high).any()
+        bounds_of_one = (space.low, space.high) if is_bounded else None
+    bounds = bounds_of_one
 
     def batch(act, leaf="act"):
         nonlocal bounds
@@ -266,6 +275,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                     expected=f"an action of {space}",
                     got=str(act[b]),
                 )
+
+        # Clipped actions are in new arrays already.
         return act.astype(space.dtype, copy=copy and not bounds)
 
     return batch
@@ -312,7 +323,7 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
         return lambda act: split(checked(act))
     first = int(space.start)
     last = int(space.start + space.n - 1)
-    known = frozenset(range(first, last + 1)) if space.n <= 1024 else None
+    all_actions = frozenset(range(first, last + 1)) if space.n <= 1024 else None
 
     def rows(act):
         # An array of integers is the most common action. For few environments, a Python loop over a
@@ -320,11 +331,13 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
         if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in "iu":
             return split(checked(act))
         numbers = act.tolist()
-        if known:
-            are_actions = known.issuperset(numbers)
+        if all_actions:
+            are_right = all_actions.issuperset(numbers)
         else:
-            are_actions = numbers and min(numbers) >= first and max(numbers) <= last
-        return numbers if are_actions else split(checked(act))  # which raises the error
+            are_right = numbers and min(numbers) >= first and max(numbers) <= last
+
+        # For wrong actions, `checked` raises the error.
+        return numbers if are_right else split(checked(act))
 
     return rows
 

@@ -178,10 +178,11 @@ class Agents(gym.vector.VectorEnv):
         self.observation_space = batch_space(obs, self.num_envs)
         self.action_space = batch_space(act, self.num_envs)
 
-        # The present observations; where an agent takes no part in the next step
+        # The present observations, and which agents take no part in the next step
         self._obs = nested.alloc(self._like, self.num_envs)
-        self._rows = action_rows(act, clip=False)
         self.resting = np.zeros(self.num_envs, bool)
+        # a batch of actions -> a list of them
+        self._rows = action_rows(act, clip=False)
 
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
@@ -224,7 +225,7 @@ class Agents(gym.vector.VectorEnv):
         acts = self._rows(actions)
         n = self.num_envs
         rew = [0.0] * n
-        ends = np.zeros((2, n), bool)
+        ends = np.zeros((2, n), bool)  # terminated, and truncated
         infos = [{} for _ in range(n)]
         final = np.full(n, None, object)
         for c, env in enumerate(self.copies):
@@ -273,7 +274,8 @@ class Agents(gym.vector.VectorEnv):
         return enumerate(self.agents, c * len(self.agents))
 
     def _begin(self, c, **given):
-        self._seat(c, _answer(self.copies[c], "reset", 2, **given)[0])
+        obs, _ = _answer(self.copies[c], "reset", 2, **given)
+        self._seat(c, obs)
 
     def _seat(self, c, obs, acting=()):
         """Agents of copy `c` that are new begin, and those that are gone rest.
@@ -281,7 +283,7 @@ class Agents(gym.vector.VectorEnv):
         After a reset, they show the observation of another one. `acting`: agent -> column of those
         that took part in the step; empty after a reset.
         """
-        # earlier masks stay as they are
+        # A new mask, because a batch may still use the present one
         env = self.copies[c]
         resting = self.resting.copy()
         if not env.agents or not {*env.agents} <= {*self.agents}:

@@ -150,8 +150,9 @@ def first_reset(vec: Any, seed: np.random.SeedSequence) -> dict:
         return {}  # its factory has seeded it
     seeds = [reset for _, reset, _ in env_seeds(seed, vec.num_envs)]
     core = getattr(vec, "unwrapped", vec)
-    is_each = isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
-    return dict(seed=seeds if is_each or hasattr(core, "resting") else seeds[0])
+    is_of_singles = isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
+    is_of_agents = hasattr(core, "resting")
+    return dict(seed=seeds if is_of_singles or is_of_agents else seeds[0])
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #f3cae990
 class CheckedVector:
@@ -183,7 +184,8 @@ class CheckedVector:
                 expected="batch_size=num_envs",
                 got=f"num_envs={self.n}",
             )
-        self.like = nested.alloc(space_spec(spaces_of(vec)[0], "obs"), self.n)
+        obs_space, _ = spaces_of(vec)
+        self.like = nested.alloc(space_spec(obs_space, "obs"), self.n)
 
         # Each copy in an `Agents` is claimed too, by its first column.
         core = getattr(vec, "unwrapped", vec)
@@ -234,12 +236,8 @@ class CheckedVector:
                 "the infos are no dict", leaf="infos", expected="a dict", got=describe(infos)
             )
         self._put(obs, step.leaves)
-        step.rew[:] = rew = one_each(
-            "reward",
-            rew,
-            self.n,
-            "biuf",
-        )
+        rew = one_each("reward", rew, self.n, "biuf")
+        step.rew[:] = rew
         np.copyto(step.term, one_each("termination", term, self.n, "b"))
         return rew, step.term | one_each("truncation", trunc, self.n, "b"), infos
 
@@ -309,9 +307,9 @@ class LostEnds:
     """Notices a vector whose last observations are always the first ones of the next episodes, bit
     for bit.
 
-    An end counts if the episode was elsewhere one step before, and if the first observation is not
-    that of the time before, because a clock may well end where it begins. An environment whose
-    `reset` changes nothing looks the same.
+    An observation like that of a clock may well end where it begins. So an end counts only if the
+    last step has changed the observation, and if this reset gave another one than the reset before.
+    An environment whose `reset` changes nothing looks the same as a lost end.
 
     Args:
         like: arrays `[B, ...]` as announced by the space
@@ -323,6 +321,7 @@ class LostEnds:
         self.names = nested.paths(like, "obs")
         self.before = [x.copy() for x in nested.leaves(like)]
         n_envs = len(self.before[0])
+        # [leaves, B]: ends that were equal to the reset after them; -inf after one that was not
         self.counts = np.zeros((len(self.names), n_envs))
 
     def find(self, at: list, last: Any, first: list, previous: list) -> tuple | None:
@@ -341,7 +340,7 @@ class LostEnds:
         has_moved = ~_equal_rows([x[at] for x in previous], first)
         is_new = ~_equal_rows([x[at] for x in self.before], first)
 
-        # One end that differs is enough to trust the leaf for ever.
+        # One end that differs is enough to trust this leaf of this environment for ever.
         counts = self.counts[:, at] + (has_moved & is_new)
         self.counts[:, at] = np.where(
             is_equal,
@@ -575,7 +574,8 @@ class VectorBatch(Batch):
         """Close the vector environment, unless another batch has claimed it; without `closes`, only
         give it up. May be called twice.
         """
-        vec, self.vec = self.vec, None
+        vec = self.vec
+        self.vec = None
         self.claim.release()
         if vec is not None and self.closes and not self.claim.lost:
             close_env(vec, self.vec_name, **self.where)

@@ -44,6 +44,7 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
         for source, first in row:
             reference = [(f"↑ {names[source]}", -1)]
             parts.append(blocks.pop(source) if first else reference)
+        # A source, a pipe with one input, or one with several
         block = _joined(parts)
         corner = "○→└"[min(len(parts), 2)]
         block.append((f"{corner} {names[i]}", i))
@@ -309,7 +310,8 @@ def _held(value, seen):
         yield value
     elif isinstance(value, _CONTAINERS) and id(value) not in seen:
         seen.add(id(value))
-        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+        items = chain(value, value.values()) if isinstance(value, dict) else value
+        for item in items:
             yield from _held(item, seen)
 
 
@@ -565,14 +567,16 @@ def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> I
             pipe, or does not return one.
     """
     make = new if callable(new) and not isinstance(new, _PIPES) else lambda old: new
-    return _fitting(_edited(pipe, find_one(pipe, where), make)[0])
+    result, _, _ = _edited(pipe, find_one(pipe, where), make)
+    return _fitting(result)
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #84fb8750
 def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
     "The graph without the one pipe that matches `where`; its readers read its one source."
     node = find_one(pipe, where)
-    _one_input(pipe, node)
-    return _fitting(_edited(pipe, node, lambda old: inputs(old)[0])[0])
+    _one_input(pipe, node)  # raises `GraphError` if there is another number of them
+    result, _, _ = _edited(pipe, node, lambda old: inputs(old)[0])
+    return _fitting(result)
 
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:

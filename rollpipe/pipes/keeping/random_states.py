@@ -28,6 +28,7 @@ def _is_plain(kind):
     "Do the first 2,500 bytes at the address of such a generator hold its whole state?"
     if kind is not np.random.MT19937:
         return False
+    # Three numbers are drawn, so that the position is not the one at the start.
     generator = kind(1)
     generator.random_raw(3)
     words, position = dict[str, Any](generator.state["state"]).values()
@@ -227,7 +228,13 @@ class _Reseeding:
         return capture(states.get_state())
 
     def graph(self, text: str, memory: np.ndarray) -> str:
-        "The text of a capture. The bytes in its memory are changed in place."
+        """The text of a capture, see `capture`. The bytes in its memory are changed in place.
+
+        An entry of the text is a list that begins with its kind: `["array", [block], [dtype,
+        device], shape, strides, offset]`, `["dict", class, pairs]`, or `["through", class, [number
+        of the entry with the state], ...]`. A value in an entry is plain, or `[number of its
+        entry]`.
+        """
         root, entries = json.loads(text)
         dicts = [_named_items(entry) for entry in entries]
         # numbers of the memories of captures within this one, which are bytes as well

@@ -60,16 +60,22 @@ class SeedStream:
     """
 
     def __init__(self, seed: int):
-        self.key, self.place = seed, 0
+        self.key = seed
+        self.place = 0
 
     def generate(self) -> int:
         "The next seed, an unsigned 64-bit integer."
+        # A block has two numbers. Block 0 is that of `spawn`, so the seeds begin with block 1.
         self.place += 1
-        return _number(self.key, *divmod(self.place + 1, 2))
+        block, half = divmod(self.place + 1, 2)
+        return _number(self.key, block, half)
 
     def spawn(self, index: int) -> "SeedStream":
         "The separate stream for worker `index`."
-        return SeedStream(_number(_number(self.key, 0, 0), index - index % 2, index % 2))
+        # As torchdata, this leaves out every other block.
+        key_of_workers = _number(self.key, 0, 0)
+        half = index % 2
+        return SeedStream(_number(key_of_workers, index - half, half))
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #fce8418b
 class SeedGenerator:
@@ -273,7 +279,8 @@ class LoaderIterator(Iterator):
             num_batches: number of items until the loader pauses, from now on and again after each
                 `resume`; None: no limit
         """
-        self.count, self.most = 0, num_batches
+        self.count = 0
+        self.most = num_batches
         self.loader._call("_limit", num_batches)
 
     def resume(self) -> None:
@@ -336,13 +343,18 @@ class DataLoader2:
         self.datapipe: Any = _clone(
             _InOrder(datapipe) if isinstance(datapipe, MapDataPipe) else datapipe
         )
-        adapters = datapipe_adapter_fn or ()
-        for adapt in adapters if isinstance(adapters, Iterable) else (adapters,):
+        adapters: Any = datapipe_adapter_fn or ()
+        if not isinstance(adapters, Iterable):
+            adapters = (adapters,)
+        for adapt in adapters:
             self.datapipe = adapt(self.datapipe)
         self.reading_service = _clone(reading_service)
         self.stream: Any = None
         self.waiting = False  # has an iteration begun from which no item was read?
-        self.paused = self.adapted = self.seeded = self.shut = False
+        self.paused = False
+        self.adapted = False  # has the service got the graph?
+        self.seeded = False  # has an iteration begun with `_seed`?
+        self.shut = False
         # number of iterators; the loader does not hold them, so it is freed with its last reader
         self.made = 0
         self._seed = None
@@ -385,7 +397,8 @@ class DataLoader2:
         """
         if seed >= 2**64:
             raise ValueError(f"Expected a seed below 2**64, got {seed}.")
-        self._seed, self.seeded = seed, False
+        self._seed = seed
+        self.seeded = False
 
     def shutdown(self) -> None:
         "End the reading service and release the stream. A second call does nothing."

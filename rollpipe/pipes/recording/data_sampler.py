@@ -160,12 +160,13 @@ class EpisodeCutter:
         for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
             k = number[t, b]
+            end = t + 1 if is_step else t
             self._take(
                 lane,
                 b,
                 part,
                 steps,
-                slice(begin[b], t + is_step),
+                slice(begin[b], end),
             )
             begin[b] = t + 1
             ended = self.open.pop((lane, b), None)
@@ -288,7 +289,8 @@ def whole_episodes(
     """
     cutter = EpisodeCutter(repeat_last, unfinished)
     for item in fragments:
-        for fragment in item if type(item) is list else [item]:
+        single_fragments = item if type(item) is list else [item]
+        for fragment in single_fragments:
             check_item(fragment, Fragment, "whole_episodes")
             yield from cutter.add(fragment)
     yield from cutter.rest()

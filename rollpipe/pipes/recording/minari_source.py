@@ -429,15 +429,15 @@ class MinariSource(Source):
             columns = self._columns(episodes.lengths)
 
             # A resumed stream must be of the same episodes and fragments.
-            of = (
+            stream = (
                 f"{self.name}: {len(episodes.lengths)} episodes, {sum(episodes.lengths)} steps, "
                 f"{self.n_steps} x {self.n_envs}, {self.seed}"
             )
-            progress = self.keep(n=0, of=of)
-            if progress["of"] != of:
+            progress = self.keep(n=0, of=stream)
+            if progress["of"] != stream:
                 got = progress["of"]
                 raise CheckpointError(
-                    "the state is that of another stream", pipe=self, expected=of, got=got
+                    "the state is that of another stream", pipe=self, expected=stream, got=got
                 )
 
             # Episodes that are played stay open. Each column has an episode.

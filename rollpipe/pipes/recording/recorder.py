@@ -173,8 +173,9 @@ class ItemFolder:
         files = item_files(self.path)
         end = files[-1].end if files else 0
 
-        # The limit may have removed all items from before a checkpoint, and an earlier resume those
-        # after it.
+        # The recording must have all items before number `n`. With a limit it may be empty: the
+        # limit has removed the items before a checkpoint, and an earlier resume from this
+        # checkpoint those after it.
         if end < n and (files or self.limit is None):
             raise DataError(
                 f"{self.path}: the recording lacks items", expected=f"{n} items", got=f"{end} items"
@@ -187,7 +188,8 @@ class ItemFolder:
                 expected="a new folder, or `append=True`",
                 got=f"{end} items",
             )
-        # The newest first, so that a kill leaves no gap
+        # The newest first, so that a kill leaves no gap. A file with items on both sides of number
+        # `n` cannot be cut.
         for first, end, path in reversed(later):
             if first < n:
                 raise DataError(
@@ -214,7 +216,9 @@ class ItemFolder:
             )
         path = self.path / f"{first:09}-{end:09}.safetensors"
         if self.pool is None:
-            return self._written(path, self._write(path, codes, tensors))
+            size = self._write(path, codes, tensors)
+            self._count(path, size)
+            return
 
         # At most two files wait for the thread.
         while len(self.waiting) > 1:
@@ -252,9 +256,9 @@ class ItemFolder:
     def _finish(self):
         "Wait for the oldest file of the thread."
         path, future = self.waiting.popleft()
-        self._written(path, future.result())
+        self._count(path, future.result())
 
-    def _written(self, path, size):
+    def _count(self, path, size):
         "Count a file that was written, and remove the oldest ones above the limit."
         self.files.append((path, size))
         self.unsafe.append(path)
@@ -319,6 +323,8 @@ class ItemWriter:
         tensors = {}
         code = encode(x, tensors, name)
         self.tensors |= tensors
+
+        # The code itself takes some 64 bytes.
         self.size += sum(tensor.nbytes for tensor in tensors.values()) + 64
         return code
 
@@ -334,12 +340,17 @@ class ItemWriter:
             self.flush()
         n = self.n
         code = self._encoded(item, f"{n}.item")
+
+        # The code of the list [item, its answers], as `encode` gives it. `ask` adds answers.
         self.codes[str(n)] = dict(list=[code, dict(list=[])])
         self.n += 1
         return n
 
     def ask(self, n: int, answer: Any) -> None:
-        "Add what item `n` was asked for. Raises `DataError` if its file is written already."
+        """Add an answer that item `n` has given to a pipe or a learner below, see `asking`.
+
+        Raises `DataError` if its file is written already.
+        """
         if n < self.first:
             raise DataError(
                 f"item {n} was asked for more after it was written",
@@ -347,8 +358,8 @@ class ItemWriter:
                 expected="a greater `chunk`, or no pipe that fetches items early, such as "
                 "`ToDevice(ahead=1)`",
             )
-        asked = self.codes[str(n)]["list"][1]["list"]
-        asked.append(self._encoded(answer, f"{n}.asked.{len(asked)}"))
+        answers = self.codes[str(n)]["list"][1]["list"]
+        answers.append(self._encoded(answer, f"{n}.asked.{len(answers)}"))
 
     def flush(self) -> None:
         "Write a file with the items that are in no file yet."
@@ -388,6 +399,10 @@ MOST = 2**34
 
 
 def _compressed(data: bytes) -> bytes:
+    """The data by gzip.
+
+    Data that shrink more than readers allow, see `most_bytes`, are packed without compression.
+    """
     small = gzip.compress(data, 1, mtime=0)
     if len(data) <= most_bytes(len(small)):
         return small
@@ -411,7 +426,7 @@ class Record(NamedTuple):
     Args:
         n: its number
         item: the item
-        asked: the answers to what it was asked for, in order
+        asked: the answers that it gave to pipes and learners below, in order; see `asking`
     """
 
     n: int
@@ -434,7 +449,7 @@ def records_in(file: ItemFile) -> Iterator[Record]:
         except Exception as e:
             raise CheckpointError(f"{file.path}: damaged, or not a recording ({e})") from None
 
-    # Each part is an item, with the list of what it was asked for.
+    # Each part is an item, with the list of its answers.
     parts = from_safetensors(file.path, "recording", FORMAT, data, limit)
     expected = {*map(str, range(file.first, file.end))}
     are_pairs = all(isinstance(x, list) and len(x) == 2 for x in parts.values())
@@ -452,7 +467,7 @@ _log = logging.getLogger("rollpipe")
 
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #98cda5d0
 class AskedSource(TickSource):
-    """The source of a tick, whose answers are reported.
+    """The source of a tick, which reports each of its answers.
 
     Args:
         source: the source
@@ -493,7 +508,9 @@ def without_objects(item: Any) -> Any:
 
 
 def asking(item: Any, tell: Any) -> Any:
-    """The item, which reports the answers to what it is asked for.
+    """The item, which reports each answer that it gives to those who ask it for more.
+
+    A `Tick` answers with the actor's reactions, and a `Replayed` with samples.
 
     Args:
         item: an item of any pipe
@@ -511,6 +528,7 @@ def part_of(pipe: IterDataPipe, path: str | Path) -> Path:
 
     Above `Lanes`, each lane has a folder of its own.
     """
+    # `Lanes` gives the pipes of a lane its number.
     lanes = [vars(p)["lane"] for p in nodes(pipe) if "lane" in vars(p)]
     if not lanes or lanes[0] is None:
         return Path(path)
@@ -570,8 +588,7 @@ class Recorder(Pipe):
         # Numbers of bytes are checked now, and used when the iteration begins.
         if limit is not None:
             bytes_of(limit, "limit")
-        if chunk is not None:
-            bytes_of(chunk, "chunk")
+        bytes_of(chunk, "chunk")
         self.path = path
         self.limit = limit
         self.chunk = chunk
@@ -671,6 +688,7 @@ class Recorder(Pipe):
         if self.kept or self.restored:
             return super().get_state(chunks)
 
-        # The lane has not begun, or has ended.
+        # The lane has not begun, or has ended. What an iteration would keep is captured here, in
+        # the form of `Pipe.get_state`.
         progress = dict(n=self._n_existing(), stopped=False)
         return dict(capture(progress), keeps=[*progress])

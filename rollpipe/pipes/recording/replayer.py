@@ -81,8 +81,8 @@ def _lane_name(lane):
 
 def _lane_of(part) -> Any:
     "The number of the lane whose folder this is; None if it is that of no lane."
-    number = part.name[5:]
-    return int(number) if number.isdigit() else None
+    prefix, _, number = part.name.partition("-")
+    return int(number) if prefix == "lane" and number.isdigit() else None
 
 
 def records_of_folder(
