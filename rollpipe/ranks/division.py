@@ -197,12 +197,12 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
             )
 
     # Of the pipes that learn, a scaler of rewards alone can learn from all ranks.
-    scalers = learning_pipes(pipe)
-    learning = [name for name, p in scalers.items() if not isinstance(p, RewardScaler)]
-    if learning:
+    learning = learning_pipes(pipe)
+    others = [name for name, p in learning.items() if not isinstance(p, RewardScaler)]
+    if others:
         raise DataError(
             "pipes that learn would learn something else in each rank",
-            got=", ".join(learning),
+            got=", ".join(others),
             expected="a pipeline without them (no `--intrinsic`)",
         )
 
@@ -213,7 +213,9 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
         stacker.n = max(1, stacker.n // size)
     for replay in replays:
         replay.divide(size)
-    for joint in (*replays, *scalers.values()):
+
+    # Memories and scalers look at the values of all ranks, where they would look at their own.
+    for joint in (*replays, *learning.values()):
         joint.gathered = gathered_objects
 
 
@@ -242,5 +244,6 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
             expected="a call in a block `with distributed(agent)`",
         )
     pipe = copy_graph(pipe)
-    divide(pipe, rank(), span(1)[0])
+    n_ranks, _ = span(1)  # if each rank had one column, there were as many columns as ranks
+    divide(pipe, rank(), n_ranks)
     return pipe
