@@ -94,8 +94,8 @@ class Run(NamedTuple):
         waiting: states in the checkpoint, of pipes that are not in the pipeline yet
         stream: the `Stream`; None: a checkpoint has no state of it
         is_new: `start` has made it; False: it goes on, and what its folder has must stay
-        unsettled: the checkpoint from which it goes on, and whether the folder has another one,
-            until `settle`; empty: nothing is due
+        unsettled: for `settle`: the checkpoint from which it goes on, and whether the folder has
+            another one; empty: `settle` has nothing to do
         history: the events of the run
         due: edits that the run has made before, after later updates, and is going to make again
         built: fingerprint of the pipeline as it was built; Python may have edited `pipe` since
@@ -124,18 +124,23 @@ class Run(NamedTuple):
 
     def settle(self) -> None:
         """Write what `resume` has changed: the history, and the checkpoint where the run goes on.
+        Later checkpoints are removed.
 
-        Later checkpoints are removed. It waits for the first update, so a resume that fails leaves
-        the folder as it is. A run that records does not wait.
+        This is called after the first update, so a resume that fails before it leaves the folder as
+        it is. In a run that records, it is called before the first batch.
         """
         if not self.unsettled:
             return
+
+        # From here on, a run that is killed goes on from this checkpoint again.
         checkpoint, is_other = self.unsettled
-        if is_other:  # or else a kill before the next checkpoint would lose it
+        if is_other:
             data = checkpoint._replace(config=self.config, history=self.history).data()
             files.write_atomically(self.checkpoint, data)
+
+        # The request is missing if `start` was killed after it had written the checkpoint.
         if not (self.folder / REQUEST).exists():
-            files.write_json(self.folder / REQUEST, checkpoint.config)  # a kill came before it
+            files.write_json(self.folder / REQUEST, checkpoint.config)
         self.history.write(self.folder, self.due)
         for steps, path in kept_checkpoints(self.folder / "checkpoints").items():
             if steps > checkpoint.counters["steps"]:
@@ -200,6 +205,8 @@ def folder_of(path: str | Path) -> Path:
     path = Path(path)
     if path.is_dir():
         return path
+
+    # The folder of a run may be named `checkpoints`, too. Then the file has a name of `RUN_FILES`.
     is_kept = path.parent.name == "checkpoints" and path.name not in RUN_FILES
     return path.parents[1] if is_kept else path.parent
 
@@ -228,7 +235,8 @@ def _check_stored(checkpoint: Checkpoint) -> None:
     for event in checkpoint.history:
         check_event(event, "its history")
 
-    # The options of its algorithm, if that is known here, and those of the run
+    # The options of its algorithm, if that is known here, and those of the run, but for the name of
+    # a preset, which need not be known here
     options = [option for option in RUN_OPTIONS if option.name != "preset"]
     if is_algorithm(config["algorithm"]):
         _check_sizes(checkpoint)
@@ -236,27 +244,32 @@ def _check_stored(checkpoint: Checkpoint) -> None:
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    "Raise `DataError` for an option that cannot be, or for networks that the file does not have."
+    """Raise `DataError` for an option that cannot be, or for networks that the file does not have.
+
+    Without this check, a damaged file could make us build networks that fill the memory.
+    """
     config = checkpoint.config
+    options = config["options"]
     tensors = [x for x in nested.leaves(checkpoint.agent_state) if isinstance(x, torch.Tensor)]
     sizes = set().union(*[x.shape for x in tensors])
-    has = config["options"].get
     absent = set()  # parts that these networks do not have
-    if has("shared"):
+    if options.get("shared"):
         absent.add("critic")
-    if not has("recurrent"):
+    if not options.get("recurrent"):
         absent.add("recurrence")
     values = {}
     for option in options_for(config["algorithm"]):
-        value = has(option.name, option.default)
+        value = options.get(option.name, option.default)
         option.check(value)
         values[option.name] = value
-        is_size = option.param in _SIZES and option.kinds in (("int,...",), ("int",))
+        is_of_integers = option.kinds in (("int,...",), ("int",))
+        is_size = option.param in _SIZES and is_of_integers
         if not is_size or option.part in absent:
             continue
 
-        # A tensor has the width of a layer, or several of them side by side. `hidden` lists widths.
-        # Any other size stands alone, and its multiples count.
+        # Each width of a layer is the size of a dimension of some tensor, and each layer has a
+        # tensor. `hidden` lists widths. Any other size is one number, and a dimension may be a
+        # multiple of it, because layers may stand side by side.
         widths = value
         if option.param != "hidden":
             multiples = [n for n in sizes if 0 < value <= n and n % value == 0]
@@ -287,8 +300,10 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     """
     folder = Path(folder).absolute()  # an environment may change the current folder
     check_free(folder, overwrite)
+
+    # First weights may depend on the number of threads, so it is that of the run.
     with torch_threads(config["threads"]):
-        agent, pipe = build({**config, "folder": folder})  # so weights repeat
+        agent, pipe = build({**config, "folder": folder})
     config = dict(_with_engine(config, agent, pipe))
     history = History()
     history.add("began", 0, **exactness(pipe, config))
@@ -394,9 +409,11 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     if best and path.exists():
         path = _best_of(path)
     file = path / "checkpoint.safetensors" if path.is_dir() else path
-    # Perhaps the folder has the rest of a run, but not this file.
-    is_run = file.exists() or path.is_dir() and files_of_run(path)
-    if not is_run or file.name in RUN_FILES and file.suffix != ".safetensors":
+
+    # A folder with the rest of a run, but without this file, is refused below as damaged.
+    is_run = file.exists() or (path.is_dir() and files_of_run(path))
+    is_no_checkpoint = file.name in RUN_FILES and file.suffix != ".safetensors"
+    if not is_run or is_no_checkpoint:
         raise no_run(path)
 
     # What it has
@@ -530,7 +547,8 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
         checkpoint: see `load_run`
         device: device of the learner, see `make_config`
     """
-    return restore(for_policy(checkpoint), device=device)[0]
+    agent, _ = restore(for_policy(checkpoint), device=device)
+    return agent
 
 # %% ../../nbs/runs/05_folder.ipynb #77254847
 def after_event(checkpoint: Checkpoint, event: str, **says: Any) -> Checkpoint:
@@ -641,8 +659,8 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
     config = begin.config
     check_address(config, shown(folder))
 
-    # An earlier checkpoint lacks last evaluations if the run was extended since. To make these
-    # would end the training after it.
+    # A run that lacks only its last evaluations is resumed to make them. An earlier checkpoint is
+    # not: it lacks them because the run was extended later, and that training would be removed.
     stopped = begin.history.stopped
     if path.is_file():
         is_end = is_over(config, counters, stopped)

@@ -47,7 +47,7 @@ class Mailbox:
         self.next_look = 0.0
 
     def waits(self) -> bool:
-        "Does perhaps somebody wait for an answer?"
+        "May somebody wait for an answer? False without a look if the last look was a moment ago."
         if monotonic() < self.next_look:
             return False
         self.next_look = monotonic() + self.EVERY
@@ -70,13 +70,20 @@ class Mailbox:
             except (DataError, OSError, ValueError, RecursionError) as e:
                 wish = e
 
-            # Who removes the file has it: the training, or the one who withdraws it.
+            # Who removes the file has it: the training, or the one who withdraws it. What is a
+            # folder by mistake is removed and refused, too.
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
                 yield path, wish
 
     def answer(self, path: Path, text: str, is_made: bool) -> None:
-        "Answer what was asked in a file. If the disk is full, the log says so."
+        """Answer what was asked in a file. If the disk is full, the log has the answer.
+
+        Args:
+            path: the file that asked
+            text: what was done, or why not
+            is_made: whether the wish was fulfilled
+        """
         try:
             _write(path.with_suffix(".answer"), dict(made=is_made, text=text))
         except OSError as e:
@@ -89,6 +96,7 @@ class Mailbox:
             path.touch() if is_paused else path.unlink()
 
     def __enter__(self) -> Mailbox:
+        # The lock was written when this training began.
         self._refuse("it was asked before this training began", _time_of(self.folder / "lock"))
         return self
 
@@ -119,6 +127,7 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     Raises:
         DataError: it refuses, nobody trains there, or it is silent. Then the wish is withdrawn
     """
+    # Windows has no locks that tell who trains.
     if os.name != "nt" and not owner_of(folder):
         raise DataError(f"no training in {folder}", expected="a run that trains now")
     question = folder / INBOX / f"{secrets.token_hex(16)}.ask"

@@ -70,6 +70,7 @@ def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
     # (path, dtype, number of dimensions) -> the shapes
     shapes_of: dict = {}
     for form in forms:
+        # The text of a leaf is its dtype and its shape.
         for (path, text), (_, shape) in zip(form.texts().items(), form.specs):
             shapes_of.setdefault((path, text.split()[0], len(shape)), []).append(shape)
     rows = []
@@ -85,16 +86,16 @@ def _span(sizes: tuple) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 # %% ../../nbs/runs/17_pack.ipynb #76d6ef6b
-def _about(part: Path, faults: list) -> dict:
+def _about(folder: Path, faults: list) -> dict:
     """The pipes and the environments that `about.json` names, printable texts.
 
     A damaged file is one of the faults.
     """
     try:
-        about = json.loads(read_file(part / "about.json"))
+        about = json.loads(read_file(folder / "about.json"))
         return {name: [*map(_printable, about[name])] for name in ("pipes", "envs")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        faults.append(f"{part / 'about.json'}: damaged or missing ({type(e).__name__})")
+        faults.append(f"{folder / 'about.json'}: damaged or missing ({type(e).__name__})")
         return dict(pipes=[], envs=[])
 
 
@@ -147,11 +148,11 @@ class Contents:
 
     def __init__(self, path: str | Path):
         self.folder = folder_in(path)
-        parts = parts_in(path)
+        folders = parts_in(path)  # one for each lane
 
-        # The files, and what each part says about itself
-        self.faults = [f"{part}: no items" for part in parts if not item_files(part)]
-        abouts = [_about(part, self.faults) for part in parts]
+        # The files, and what each folder says about itself
+        self.faults = [f"{folder}: no items" for folder in folders if not item_files(folder)]
+        abouts = [_about(folder, self.faults) for folder in folders]
         envs = set()
         pipes = set()
         for about in abouts:
@@ -160,20 +161,24 @@ class Contents:
         self.envs = sorted(envs)
         self.is_shuffled = any(pipe.startswith(SHUFFLING) for pipe in pipes)
         self.files = []
-        for part in parts:
-            self.files += [file.path for file in item_files(part)]
+        for folder in folders:
+            self.files += [file.path for file in item_files(folder)]
 
-        # The items
+        # The items, from number 0 on, so that missing ones are among the faults
         self.kinds: Counter = Counter()  # class of items -> their number
-        self.forms: dict = {}
+        self.forms: dict = {}  # the forms of the items are its keys, in order
         self.steps = 0
         self.n_ends = 0
         self.account = EpisodeAccount()
         episodes = []
-        for part in parts:
-            for record in records_of_folder(part, 0, lambda error: self.faults.append(str(error))):
+
+        def add_fault(error):
+            self.faults.append(str(error))
+
+        for folder in folders:
+            for record in records_of_folder(folder, 0, add_fault):
                 episodes += self._see(record.item)
-        rows = [episode[2:] for episode in episodes]
+        rows = [(episode.ret, episode.length, episode.terminated) for episode in episodes]
         self.episodes = np.array(rows, float).reshape(-1, 3)  # return, length, terminated
 
     def _see(self, item) -> list:
@@ -492,25 +497,31 @@ def pack(
     actor = policy_of(agent)
     evaluation = evaluate(actor=actor, n_episodes=episodes, seed=seed, **playing(config))
 
-    # The files that are always there
+    # The files of an older pack are removed, but for README.md: it stays until it is replaced, so
+    # that a folder whose packing was interrupted can be packed again.
     make_folder(out)
-    for name in PACK_FILES[1:]:
-        (out / name).unlink(missing_ok=True)
+    for name in PACK_FILES:
+        if name != "README.md":
+            (out / name).unlink(missing_ok=True)
+
+    # The files that are always there
     policy_alone = checkpoint._replace(pipes=None, stream=None)
     write_atomically(out / "checkpoint.safetensors", policy_alone.data())
     write_json(out / REQUEST, config)
     if (folder / FINGERPRINTS).is_file() and not (folder / FINGERPRINTS).is_symlink():
         write_atomically(out / FINGERPRINTS, (folder / FINGERPRINTS).read_bytes())
 
-    # A film, of this policy or of one before it, and what may fail
-    at = checkpoint.counters["updates"]
+    # A film of this policy, or else of another one
+    update = checkpoint.counters["updates"]
     film = "an episode"
-    filmed = _film_of(folder, at)
-    if filmed is not None:
-        n, path = filmed
+    newest = _film_of(folder, update)
+    if newest is not None:
+        filmed_update, path = newest
         write_atomically(out / f"replay{path.suffix}", path.read_bytes())
-        if n != at:
-            film += f" of the policy after update {n:,}"
+        if filmed_update != update:
+            film += f" of the policy after update {filmed_update:,}"
+
+    # What may be impossible is left out.
     note = {name: config[name] for name in ("algorithm", "env", "env_kwargs")}
     for write in (
         lambda: export_policy(actor, out / "policy.onnx", note=note),
@@ -530,12 +541,12 @@ def pack(
 def _check_out(folder: Path, out: Path) -> None:
     "Raise `DataError` if a pack of the run in `folder` would replace other files in `out`."
     names = {path.name for path in out.glob("*")}
-    others = names - {*PACK_FILES}
 
-    # Without these two, it is a run that has just begun, for example, or a README alone.
+    # Files may be replaced only in a pack. It has both of these files: one alone may be a run that
+    # has just begun, or somebody's README.
     is_pack = {"README.md", "checkpoint.safetensors"} <= names or out == folder / "pack"
-    if names and not is_pack or out.resolve() == folder.resolve():
-        others = names
+    is_run = out.resolve() == folder.resolve()
+    others = names - {*PACK_FILES} if is_pack and not is_run else names
     if others:
         raise DataError(
             f"{out} has other files",
@@ -544,16 +555,17 @@ def _check_out(folder: Path, out: Path) -> None:
         )
 
 
-def _film_of(folder: Path, at: int) -> tuple | None:
-    "The newest film of a run up to an update, or else its first one: the update, and the path."
-    films = {
-        int(path.stem[7:]): path
-        for path in folder.glob("videos/update-*.*")
-        if path.stem[7:].isdecimal() and path.is_file() and not path.is_symlink()
-    }
+def _film_of(folder: Path, update: int) -> tuple | None:
+    "The newest film of a run up to an update, or else its first one: its update, and its path."
+    films = {}
+    for path in folder.glob("videos/update-*.*"):
+        number = path.stem.removeprefix("update-")
+        is_film = number.isdecimal() and path.is_file()
+        if is_film and not path.is_symlink():
+            films[int(number)] = path
     if not films:
         return None
-    n = max((n for n in films if n <= at), default=min(films))
+    n = max((n for n in films if n <= update), default=min(films))
     return n, films[n]
 
 
