@@ -230,6 +230,7 @@ class Adam(torch.optim.Adam):
         return any(hooks) or hasattr(self, "grad_scale")
 
     def _step_of_torch(self, closure):
+        # torch calls the hooks in a wrapper of `step`, which it marks as `hooked`.
         step = torch.optim.Adam.step
         if not hasattr(step, "hooked"):
             step = torch.optim.Optimizer.profile_hook_step(step)
@@ -389,16 +390,19 @@ class GradientLearner(ByAdam, Learner):
     def __post_init__(self):
         super().__post_init__()
 
-        # Rates that are equal now may part later.
+        # Rates that are equal now may part later, if one of them has a schedule. A critic without a
+        # rate of its own follows `lr`.
         has_critic_lr = self.critic_lr is not None
-        apart = "critic_lr" in self.schedules or "lr" in self.schedules and has_critic_lr
+        may_part = "critic_lr" in self.schedules or ("lr" in self.schedules and has_critic_lr)
         self.params, self.optimizer = adam_for(
-            self.actor, self.critic, self.lr, self.lr_of_critic, apart
+            self.actor, self.critic, self.lr, self.lr_of_critic, may_part
         )
 
         # The option of each group's learning rate: the actor's group comes first, if there is one.
-        acts = any(p.requires_grad for p in self.actor.parameters())
-        names = ["lr"] * acts + ["critic_lr" if has_critic_lr else "lr"]
+        # The critic has no group if it has no parameters of its own, or shares that of the actor.
+        names = ["critic_lr" if has_critic_lr else "lr"]
+        if any(p.requires_grad for p in self.actor.parameters()):
+            names = ["lr", *names]
         self.names_of_rates = names[: len(self.optimizer.param_groups)]
 
     def adopt(self) -> None:
@@ -439,7 +443,8 @@ class GradientLearner(ByAdam, Learner):
         "Have the actor and a critic with parameters of its own one group of the optimiser?"
         actor_ids = {id(p) for p in self.actor.parameters()}
         first_group = self.optimizer.param_groups[0]
-        return len({id(p) in actor_ids for p in first_group["params"]}) == 2
+        are_of_actor = [id(p) in actor_ids for p in first_group["params"]]
+        return any(are_of_actor) and not all(are_of_actor)
 
     def step(
         self,

@@ -160,7 +160,8 @@ def _value_loss(fragment, replay, critic, loss, clip_value=None):
     if clip_value is None:
         return error.mean(), {}
 
-    # The greater error of two values. The other one is the old value, moved towards `v`.
+    # The old value, moved towards `v` by at most the limit, has an error, too. The greater of both
+    # errors counts.
     v_old = _old_values(fragment, replay)
     limit = clip_value * getattr(critic, "ret_std", 1.0)
     clipped = v_old + (v - v_old).clamp(-limit, limit)
@@ -363,12 +364,12 @@ def _values_of_both_ends(fragment, actor, critic, replay):
         )
 
     def reported_value(state, hx):
-        report = actor.step(*state.without_past(), hx=hx, virtual=True)[2]
+        _, _, report = actor.step(*state.without_past(), hx=hx, virtual=True)
         return report["value"]
 
     # Values of the states that the steps led to
     if critic is not None:
-        v_tp1 = values(fragment, critic)[1]
+        _, v_tp1 = values(fragment, critic)
     else:
         v_tp1 = next_outputs(reported_value, fragment)
     return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.0)

@@ -60,7 +60,7 @@ class Evaluated(NamedTuple):
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #905ad2c6
 def evaluated(actor: Any, options: dict) -> Evaluated:
-    """Evaluate an actor here and now.
+    """Evaluate an actor here and now, and say how long it took and of which version it is.
 
     Args:
         options: options of `evaluate`; `{version}` in `record` stands for the version of the actor
@@ -117,9 +117,9 @@ def answer_all(link: Any) -> None:
 
 
 class EvaluatedApart(AbstractContextManager):
-    """`evaluated` in a process of its own, which must begin before this process has environments.
+    """A function like `evaluated` that evaluates in a process of its own.
 
-    The context ends it.
+    It must be made before this process has environments. Leaving the context ends its process.
     """
 
     def __init__(self):
@@ -135,9 +135,11 @@ class EvaluatedApart(AbstractContextManager):
 
 
 def evaluated_beside(env: str, env_kwargs: dict) -> AbstractContextManager:
-    """A context with `evaluated`, which does not disturb a training in this process.
+    """A context that gives a function like `evaluated`, which does not disturb a training in this
+    process.
 
-    It has a process of its own if a second environment would disturb that of the training.
+    It is an `EvaluatedApart` if a second environment would disturb that of the training, and
+    `evaluated` itself if not.
 
     Args:
         env: gymnasium id

@@ -209,6 +209,7 @@ class PPO(ActorCriticLearner):
         batch = what_the_loss_needs(batch)
         for epoch in range(self.epochs):
             for rows, n in ranks.parts(batch, self.minibatch, 1, rng):
+                # Without a row in this minibatch (`n` is 0), a rank has others, which do not count.
                 if self.normalize_adv == "minibatch":
                     rows = rows._replace(adv=standardized(rows.adv, rows.valid & (n > 0)))
                 yield epoch, ranks.Part(rows, n)

@@ -324,7 +324,8 @@ def map_parts(fn: Callable, parts: Any, *trees: Any) -> Any:
     """
     is_dict = isinstance(parts, dict)
     results = {}
-    for key, part in parts.items() if is_dict else enumerate(parts):
+    parts_by_key = parts.items() if is_dict else enumerate(parts)
+    for key, part in parts_by_key:
         items = [tree[key] for tree in trees]
         results[key] = fn(part, *items)
     return results if is_dict else type(parts)(results.values())

@@ -21,6 +21,7 @@ from .graph.torchdata import IterDataPipe
 from .keeping.plain import made_of
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
+# A state that has stacks keeps their parts, and makes them again from these.
 @made_of(lambda x: x.parts)
 class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number
@@ -92,7 +93,7 @@ class Stacks(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
 
-        # What can be done on the numbers of the frames is done there.
+        # What can be done on the numbers of the frames is done there; None: it cannot.
         on_numbers = _LAZY.get(func)
         stacks = None if on_numbers is None else on_numbers(func, *args, **kwargs)
         if stacks is not None:
@@ -117,11 +118,15 @@ aten = torch.ops.aten
 
 
 def _from_front(dim, n):
-    return dim + n if dim < 0 else dim  # counted from the end of `rows`, it is another one
+    """The number of a dimension, counted from the first of the `n` that stacks have.
+
+    `rows` has the same first dimensions as the stacks, but not the same last ones.
+    """
+    return dim + n if dim < 0 else dim
 
 
 def _index_rows(func, x, *args, **kwargs):
-    "Apply an operation on the leading dimensions to `rows` only."
+    "Apply an operation on the leading dimensions to `rows` only. None for other dimensions."
     lead = x.rows.ndim - 1
     if func is aten.index.Tensor:
         # A mask takes as many dimensions as it has, every other index one.
@@ -143,7 +148,10 @@ def _index_rows(func, x, *args, **kwargs):
 
 
 def _each_part(func, x, *args, dtype=None, **kwargs):
-    "Apply an operation on the whole tensor to frames, past and rows, unless it changes the dtype."
+    """Apply an operation on the whole tensor to frames, past and rows.
+
+    None if it changes the dtype, which the rows must keep.
+    """
     if dtype not in (None, x.dtype):
         return None
     return Stacks(*(func(part, *args, **kwargs) for part in x.parts))
@@ -157,7 +165,10 @@ def _record(func, x, stream):
 
 
 def _join_parts(func, parts, dim=0):
-    "Join stacks along a leading dimension: join their frames and pasts, and renumber the rows."
+    """Join stacks along a leading dimension: join their frames and pasts, and renumber the rows.
+
+    None for another dimension, or if ordinary tensors are among the parts.
+    """
     dim = _from_front(dim, parts[0].ndim)
     if not all(isinstance(x, Stacks) for x in parts):
         return None
@@ -165,14 +176,15 @@ def _join_parts(func, parts, dim=0):
     if not 0 <= dim < all_rows[0].ndim - 1:
         return None
 
-    # Numbers from the end move by the pasts that are joined behind, others by the frames in front.
-    first = 0
-    later = sum(map(len, pasts))
+    # Negative numbers count from the end of all pasts, so they move by the pasts behind their own.
+    # The others count from the start of all frames, so they move by the frames in front.
+    n_in_front = 0
+    n_behind = sum(map(len, pasts))
     moved_rows = []
     for frames, past, rows in zip(all_frames, pasts, all_rows):
-        later -= len(past)
-        moved_rows.append(torch.where(rows < 0, rows - later, rows + first))
-        first += len(frames)
+        n_behind -= len(past)
+        moved_rows.append(torch.where(rows < 0, rows - n_behind, rows + n_in_front))
+        n_in_front += len(frames)
     return Stacks(torch.cat(all_frames), torch.cat(pasts), func(moved_rows, dim))
 
 
@@ -190,6 +202,8 @@ def _writes(func, args, kwargs):
     return any(isinstance(x, Stacks) for x in nested.leaves(changed))
 
 
+# Operation -> function that applies it to the numbers of the frames, and returns None if this is
+# impossible. Then, and for all other operations, the stacks become an ordinary tensor.
 _LAZY = {
     aten.slice.Tensor: _index_rows,
     aten.select.int: _index_rows,
@@ -206,7 +220,7 @@ _LAZY = {
 
 # %% ../../nbs/pipes/22_frames.ipynb #ed20a39c
 def _images(leaves, fragment, problem, expected):
-    "The numbers of the leaves of the observations that hold images. There must be one."
+    "The indices of those leaves of the observations that hold images. Raises `DataError` for none."
     images = [i for i, x in enumerate(leaves) if x.ndim >= 4]
     if images:
         return images
@@ -333,13 +347,13 @@ class FrameStack(Pipe):
                 for past, x in zip(pasts, last_frames):
                     past[:, columns] = x
 
-            # The last frames, some of which may come from before this fragment
+            # The last frames before row T, which is row 0 of the next fragment. Some of them may
+            # come from before this fragment.
             newest = []
             for past, x in zip(pasts, images):
                 last_rows = x[:-1, columns][-self.n :]
                 rows = torch.cat([past[:, columns], last_rows])
-                first = len(rows) - self.n + 1
-                newest.append(rows[first:].clone())
+                newest.append(rows[len(rows) - n_before :].clone())
             lanes[lane] = seq, newest
         return pasts
 
@@ -365,7 +379,8 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
     )
     for i in images:
         x = leaves[i]
-        if x.ndim < 5 or x.shape[2] != n or not _are_stacks(fragment, x, finals[i]):
+        has_form = x.ndim >= 5 and x.shape[2] == n
+        if not (has_form and _are_stacks(fragment, x, finals[i])):
             raise DataError(
                 "these are no stacks of frames",
                 leaf=nested.paths(fragment.state.obs, "obs")[i],
@@ -382,22 +397,26 @@ def _are_stacks(fragment, x, last):
     """Does each stack of `x` hold the frames of the one before, or, where an episode begins, copies
     of one frame? So must those of the true last observations, `last`.
     """
-    t, b = fragment.final[:2]
+    # A true last observation has the frames of the stack before it, but for the oldest one.
+    t = fragment.final.t
+    b = fragment.final.b
     if not torch.equal(last[:, :-1], x[t, b, 1:]):
         return False
+
+    # Which rows have copies of one frame, and which steps lead to the same stack with a new frame
     begins = fragment.state.stepno == 0
-    is_newest = x == x[:, :, -1:]
-    copies = is_newest.flatten(2).all(-1)
-    older, newer = x[1:, :, :-1], x[:-1, :, 1:]
-    is_shifted = (older == newer).flatten(2).all(-1)
+    copies = (x == x[:, :, -1:]).flatten(2).all(-1)
+    frames_before = x[:-1, :, 1:]
+    older_frames = x[1:, :, :-1]
+    is_shifted = (older_frames == frames_before).flatten(2).all(-1)
     follows = is_shifted | ~fragment.valid
 
-    # Before a step that is none, such as the reset of a vector, a row shows the last stack of its
-    # episode; so may the last row.
-    yes = torch.ones_like(fragment.valid[:1])
-    continues = torch.cat([yes, follows])  # row t continues row t - 1
-    no_step_follows = torch.cat([~fragment.valid, yes])  # step t is none, or t is the last row
-    may_be_old = continues & no_step_follows
+    # Where an episode has ended, `stepno` is 0, but the row may still show the last stack of this
+    # episode: before a step that is none, such as the reset of a vector, and in the last row.
+    one_row = torch.ones_like(fragment.valid[:1])
+    follows_row_before = torch.cat([one_row, follows])
+    is_before_no_step = torch.cat([~fragment.valid, one_row])
+    may_be_old = follows_row_before & is_before_no_step
     beginnings_are_right = copies | may_be_old | ~begins
     others_are_right = follows | begins[1:]
     return bool(beginnings_are_right.all() and others_are_right.all())
@@ -416,16 +435,18 @@ def with_stacks(fragment: Fragment, n: int) -> Fragment:
     n_cut = n - 1
     rows, end_rows = _frame_numbers(fragment, n)
 
-    # which of the episodes' ends lie in the steps that remain
+    # Images become stacks, and other leaves lose their first rows. `remains` says which of the true
+    # last observations belong to the steps that remain.
     remains = fragment.final.t >= n_cut
     for i, x in enumerate(leaves):
-        leaves[i] = x[n_cut:]
         end = finals[i][remains]
         if x.ndim < 4:
+            leaves[i] = x[n_cut:]
             finals[i] = end
         else:
-            leaves[i] = x.flatten(0, 1)[rows[n_cut:]]
-            finals[i] = x.flatten(0, 1)[end_rows[remains]]
+            frames = x.flatten(0, 1)
+            leaves[i] = frames[rows[n_cut:]]
+            finals[i] = frames[end_rows[remains]]
             finals[i][:, -1] = end
 
     def cut(x):

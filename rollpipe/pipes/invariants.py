@@ -110,7 +110,8 @@ def check_alignment(fragment: Fragment) -> None:
     _demand(torch.isfinite(rew), "a reward is not finite", "state.rew", rew)
 
     # number of final rows of each step
-    t, b = fragment.final.t, fragment.final.b
+    t = fragment.final.t
+    b = fragment.final.b
     n_final = torch.zeros_like(fin[1:], dtype=torch.int64)
     n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
     may_lack = (n_final == 0) & ~(truncated[1:] & valid)
@@ -254,7 +255,8 @@ def check_advantages(
     for t in reversed(range(len(adv))):
         target = rew[t] + gamma * has_value[t] * v_next[t]
         delta = target - v[t]
-        later = adv[t] = delta + gamma * lam * goes_on[t] * later
+        later = delta + gamma * lam * goes_on[t] * later
+        adv[t] = later
 
     for name, correct in dict(adv=adv, ret=adv + v[:-1]).items():
         x = getattr(fragment, name).double().cpu()

@@ -167,6 +167,7 @@ def _seeded(pipe, seed):
             return False
         return getattr(x, attribute(x), None) is None
 
+    # No lane has this key, so these seeds are none of a lane.
     random_pipes = find(pipe, needs_seed)
     seeds = np.random.SeedSequence(seed, spawn_key=(2**16,)).spawn(len(random_pipes))
     for x, child in zip(random_pipes, seeds):
@@ -336,7 +337,8 @@ def replayed(
             `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
-    if reward_scale == "learn" or reward_scale is not None and n_sampled_goal:
+    scales_other_goals = reward_scale is not None and n_sampled_goal
+    if reward_scale == "learn" or scales_other_goals:
         raise DataError(
             "a memory keeps rewards for good, and those of other goals are computed anew",
             leaf="reward_scale",

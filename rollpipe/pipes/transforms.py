@@ -60,9 +60,10 @@ class _Moments:
 
 
 class _Begin:
-    """Makes the moments of an iteration.
+    """Makes the moments with which an iteration begins, and holds those in use for `state_dict`.
 
-    Copies of a pipe share this object, as they share every callable, so it has the moments in use.
+    It is callable, because copies of a pipe share every callable by reference: so the pipe sees
+    the moments that a copy of it has learnt.
     """
 
     def __init__(self):
@@ -89,11 +90,13 @@ class _LaneRewards(NamedTuple):
 
 
 def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
-    """Raise `GraphError` if an actor below `pipe`, which changes rewards, sees past ones
-    (`uses_past`): a learner would show it others.
+    """Raise `GraphError` if an actor above `pipe` sees its past rewards (`uses_past`), because
+    `pipe` changes rewards.
+
+    Such an actor has acted on the unchanged rewards, and a learner would show it the changed ones.
 
     Args:
-        more: what else would do, for the message
+        more: another way out, which ends the message
     """
     for source in find(pipe, lambda p: getattr(getattr(p, "actor", None), "uses_past", False)):
         raise GraphError(
@@ -129,7 +132,8 @@ class RewardScaler(Pipe):
     """
 
     reads = 1
-    # values -> list of the values of all processes that share the scale
+    # values -> list of the values of all processes that share the scale. Here it is one process;
+    # `ranks.division` puts the function of several ranks in this place.
     gathered: Any = staticmethod(lambda values: [values])
 
     def __init__(
@@ -162,7 +166,7 @@ class RewardScaler(Pipe):
 
     def stream(self, items: Iterator) -> Iterator:
         if self.scale != 1:
-            check_no_past(self, ", or scale=1")
+            check_no_past(self, more=", or scale=1")
             for pipe in find(self, lambda pipe: getattr(pipe, "adds_rewards", False)):
                 name = type(pipe).__name__
                 raise GraphError(
@@ -175,7 +179,7 @@ class RewardScaler(Pipe):
         moments = state["moments"]
         lanes = state["lanes"]  # lane -> _LaneRewards
         for item in items:
-            # if another copy has begun meanwhile, the state is that of the one that goes on
+            # If several copies run, `state_dict` gives the moments of the one with the last item.
             self.begin.newest = moments
             if isinstance(item, Tick):
                 yield self._scale_tick(item, moments, lanes)
@@ -237,8 +241,9 @@ class RewardScaler(Pipe):
             rew = rew * self.scale
         # The learnt one, with the returns of all processes
         else:
-            for values in () if ret is None else self.gathered(ret):
-                moments.update(values)
+            if ret is not None:
+                for values in self.gathered(ret):
+                    moments.update(values)
             rew = rew / np.sqrt(moments.var + 1e-8)
             if self.clip is not None:
                 rew = rew.clip(-self.clip, self.clip)
@@ -363,7 +368,7 @@ class NSteps(NamedTuple):
         ended = self.final >= 0
         final_rows = self.final[ended]
 
-        # not in place, because `Stacks` are lazy
+        # not in place, which the `Stacks` of a `FrameStack` refuse
         def pick(x, end):
             return x[self.row, b].index_put((ended,), end[final_rows])
 
@@ -416,25 +421,26 @@ class NStep(Pipe):
         term = fragment.term[1:]
         valid = fragment.valid
 
-        # sum of rewards, number of steps in it, and whether the sum goes on
+        # Of each row: the sum of rewards, the number of steps in it, and whether it goes on
         total = torch.zeros_like(rew)
         m = torch.zeros_like(valid, dtype=torch.int64)
-        going = valid.clone()
+        goes_on = valid.clone()
         n_rows = len(rew)
         for k in range(min(self.n, n_rows)):
-            begins = slice(n_rows - k)  # the rows whose k-th next row is in the fragment
-            here = going[begins] & valid[k:]
-            total[begins] += torch.where(here, self.gamma**k * rew[k:], 0.0)
-            m[begins] += here
-            going[begins] = here & ~fin[k:]
+            # Step t + k is added to the sums of those rows t for which the fragment has it.
+            rows = slice(n_rows - k)
+            is_added = goes_on[rows] & valid[k:]
+            total[rows] += torch.where(is_added, self.gamma**k * rew[k:], 0.0)
+            m[rows] += is_added
+            goes_on[rows] = is_added & ~fin[k:]
 
         # the row after the last one in the sum
         row = torch.arange(n_rows, device=m.device)[:, None] + m
         last = (row - 1).clamp(min=0)
-        none = m == 0
-        has_no_value = none | term.gather(0, last)
+        is_empty = m == 0
+        has_no_value = is_empty | term.gather(0, last)
         discount = (self.gamma ** m.to(rew.dtype)).masked_fill(has_no_value, 0.0)
-        final = final_numbers(fragment).gather(0, last).masked_fill(none, -1)
+        final = final_numbers(fragment).gather(0, last).masked_fill(is_empty, -1)
         return NSteps(
             fragment,
             total,

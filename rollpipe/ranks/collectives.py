@@ -51,6 +51,7 @@ class SharedSums:
         self.memories = memories
         self.timeout = timeout
         self.turn = 0
+        # This rank is the one that is none of its peers.
         [self.rank] = set(range(len(memories))) - peers.keys()
 
         # Each memory holds two halves of `size` bytes, the first of which begins at byte `begin`.
@@ -150,7 +151,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
             listener = connections.enter_context(Listener(f"{folder}/sums", "AF_UNIX", backlog=128))
         except (OSError, ValueError):
             listener = None
-        addresses = gathered(listener and listener.address)
+        addresses = gathered(None if listener is None else listener.address)
 
         # Each rank calls those before it. An address of another machine cannot be reached.
         peers = {}
@@ -277,11 +278,13 @@ def _sum_in_order(x, group):
     if n_ranks == 2:
         return dist.all_reduce(x, group=group)
 
-    # Row k holds the share that rank k adds, padded with zeros.
-    shares = x.new_zeros(n_ranks, -(-x.numel() // n_ranks))
+    # Row k holds the share that rank k adds. What is left over is 0.
+    numbers_per_share = -(-x.numel() // n_ranks)  # rounded up
+    shares = x.new_zeros(n_ranks, numbers_per_share)
     shares.view(-1)[: x.numel()] = x
 
-    # This rank's share, as each rank has it, and its sum, which all ranks get
+    # This rank's share, as each rank has it, is added up. All ranks get the sums of all shares,
+    # which are written into the rows.
     received = torch.empty_like(shares)
     dist.all_to_all_single(received, shares, group=group)
     dist.all_gather(list(shares), reduce(torch.add, received), group=group)

@@ -220,7 +220,8 @@ def _checked(run, at, options, metric):
     for n in at:
         checkpoint_before(run, n)
 
-    # A fork would refuse the same, after other branches have been made. The run may be over.
+    # A fork would refuse these options, but only after other branches have been made. The steps are
+    # set to 0, because a run that is over can be branched, too.
     begun = newest._replace(counters={**newest.counters, "steps": 0})
     for name, values in options.items():
         if len({*map(repr, values)}) < len(values):

@@ -159,7 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _place(self):
         "What is asked for; None, after an answer, if it is refused."
+        # The path is `/TOKEN/` or `/TOKEN/PLACE`.
         _, token, *rest = f"{self.path}/".split("/")
+
         # A page from elsewhere has another origin, and knows no token.
         origin = self.headers.get("Origin", f"http://{self.server.host}")
         is_known = secrets.compare_digest(

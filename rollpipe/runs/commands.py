@@ -210,7 +210,8 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
     # It is compared by what was asked for, and by how far it was extended since.
     request = read_request(folder)
     extensions = [x["set"]["steps"] for x in checkpoint.history if x["event"] == "extended"]
-    then = Resolved({**request, "steps": [request["steps"], *extensions][-1]})
+    steps = extensions[-1] if extensions else request["steps"]
+    then = Resolved({**request, "steps": steps})
 
     # These may differ.
     free = {"preset"}
@@ -390,7 +391,8 @@ def watch_command(args: Namespace) -> None:
     try:
         evaluate(actor=policy_of(agent), n_episodes=n_episodes, **options)
     except KeyboardInterrupt as e:
-        if args.record or e.args and e.args[0] != signal.SIGINT:
+        is_other_signal = bool(e.args) and e.args[0] != signal.SIGINT
+        if args.record or is_other_signal:
             raise
 
     # What came of it
@@ -441,7 +443,7 @@ def _picture_of(runs: list, options: dict) -> str:
 def graph_command(args: Namespace) -> None:
     "Draw a pipeline."
     config = config_from(args)
-    pipe = build(config)[1]
+    _, pipe = build(config)
     print(draw(pipe))
 
 
@@ -455,7 +457,8 @@ def demo_command(args: Namespace) -> None:
     learning_curve(run.folder, run.folder / "curve.png")
 
     print("\n20 fresh episodes              return (mean +- standard error)      min      max")
-    random = RandomActor(spaces_of(config["env"])[1])
+    _, action_space = spaces_of(config["env"])
+    random = RandomActor(action_space)
     policies = {"random policy": random, "trained policy, no exploration": run.agent.actor}
     for name, actor in policies.items():
         on_device = None if actor is random else device_named(device)
@@ -506,7 +509,7 @@ def autotune_command(args: Namespace) -> None:
             print(f"{n} settings were not tried in {args.seconds:g} s")
     finally:
         # Also after Ctrl-C
-        fastest = ranked(trials)[0]
+        fastest, _ = ranked(trials)
         if fastest:
             setting, speed = fastest[0]
             values = {**asked.values, **setting}

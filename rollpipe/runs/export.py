@@ -103,7 +103,7 @@ class PolicyFunction(torch.nn.Module):
             )
         obs = next(_samples(actor.observation_space, 2, actor.action_mask))
         act = space_spec(actor.action_space, "act")
-        state = actor.predict(obs)[1]
+        _, state = actor.predict(obs)
 
         # What it gets: the observation, what an actor sees of its past, and the recurrent state
         parts = {"obs": nested.torchify(obs)}
@@ -269,11 +269,16 @@ def _check(actor, policy, run, n=3, steps=4):
     for t in range(steps):
         obs = next(samples)
         rew = np.linspace(-t, t, n)
-        start = np.arange(n) < {0: n, 3: 1}.get(t, 0)
+
+        # All episodes begin at step 0, and another one of the first environment at step 3. Step 2
+        # is late in the episodes.
+        n_begin = {0: n, 3: 1}.get(t, 0)
+        start = np.arange(n) < n_begin
         if t == 2:
             state = state._replace(stepno=torch.tensor([[30, 1000, 1_000_000]]))
 
-        # The inputs: the observation, what the file has returned before, reward and start
+        # The inputs: the observation, which comes first, what the file has returned before, reward
+        # and start
         inputs = policy.beginning(n)
         inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
         names = [name.removeprefix("next_") for name in policy.outputs[n_act:]]

@@ -121,11 +121,11 @@ def _copy_past(folder: Path, home: Path, forked: Checkpoint) -> None:
     MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
 
     # At the end of a run the last policy and the best one are evaluated, and the fork goes on.
-    evaluations = [
-        record
-        for record in read_evaluations(folder)
-        if record["steps"] < steps or record["steps"] == steps and record["kind"] == "training"
-    ]
+    evaluations = []
+    for record in read_evaluations(folder):
+        is_last_of_training = record["steps"] == steps and record["kind"] == "training"
+        if record["steps"] < steps or is_last_of_training:
+            evaluations.append(record)
     if evaluations:
         write_evaluations(home, evaluations)
 
@@ -236,7 +236,8 @@ def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> Non
     try:
         # Pipes that are also lacking without the options are those of edits in Python.
         gone = lacking(forked.config)
-        gone = gone and gone - lacking(before)
+        if gone:
+            gone -= lacking(before)
         if gone:
             raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
     except PipeError as e:
@@ -298,7 +299,7 @@ def fork(
     is_named = at in (None, updates)
 
     def with_options(checkpoint):
-        "The checkpoint with what is other in the fork, and the options that are."
+        "The checkpoint as the fork has it, and the options that it changes: name -> value."
         if new_episodes:
             checkpoint = checkpoint._replace(stream=None)
         config = {**checkpoint.config, "steps": extended_steps(folder, checkpoint)}
@@ -308,15 +309,19 @@ def fork(
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         # The parent after the update: a checkpoint of the run, or the run repeated up to there.
         if new_episodes and is_named:
-            parent, at = named, updates
+            parent = named
+            at = updates
         else:
             newest = named if is_named else None
             parent, at = placed_checkpoint(folder, at, home, newest=newest, is_lasting=True)
             if parent.stream is None or parent.counters["updates"] < at:
                 planned = _planned(folder, at, parent)
-                build(with_options(planned)[0].config)
-                with moment(folder, at, *edits, home=home, begin=parent) as then:
-                    then.updates.save()
+
+                # Options that cannot be are refused before the run is repeated.
+                planned_fork, _ = with_options(planned)
+                build(planned_fork.config)
+                with moment(folder, at, *edits, home=home, begin=parent) as repeated:
+                    repeated.updates.save()
                 parent = _repeated(planned, folder, home)
 
         # The fork: the parent with other options. What stopped the run would stop it at once.
@@ -328,7 +333,8 @@ def fork(
         # Its history begins with where it comes from, and how its environments are kept.
         keeping = dict(kept=parent.history.kept, inexact=parent.history.inexact)
         if new_episodes:
-            keeping = exactness(build(forked.config)[1], forked.config)
+            _, pipe = build(forked.config)
+            keeping = exactness(pipe, forked.config)
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
         history = History()
         history.add("forked", at, run=str(shown(folder)), set=changed, **more, **keeping)

@@ -201,7 +201,8 @@ def owner_of(folder: Path) -> str:
     try:
         import fcntl
 
-        # The system is asked about a lock of the whole file. Our own could refuse a training.
+        # The system is asked whether the whole file is locked. To try a lock of our own could keep
+        # a training from beginning.
         with open(_lock_file(folder), opener=_plain) as file:
             fields = [0] * 5
             fields[_TYPE] = fcntl.F_WRLCK

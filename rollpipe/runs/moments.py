@@ -99,7 +99,7 @@ def checkpoint_before(
     last = int(max([counters["updates"], *last_lines, *last_records]))
     if is_next and not is_over(newest.config, counters, history.stopped):
         last += 1
-    n = update + is_next
+    n = update + 1 if is_next else update
     if not (isinstance(n, Integral) and 1 <= n <= last):
         raise DataError(
             f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n)
@@ -110,7 +110,8 @@ def checkpoint_before(
     first = first_checkpoint(folder, newest)
     for checkpoint in chain([newest], checkpoints_of(folder), [first]):
         is_before = checkpoint.counters["updates"] <= update
-        if checkpoint.stream and is_before and checkpoint.counters["resumes"] == resumes:
+        is_of_stretch = checkpoint.counters["resumes"] == resumes
+        if checkpoint.stream and is_before and is_of_stretch:
             return checkpoint
 
     # There is none, so the run is repeated from its start, if that is possible.
@@ -120,7 +121,7 @@ def checkpoint_before(
             f"{folder} is a fork, and did not make this update itself",
             leaf="update",
             got=str(n),
-            expected=f"{origin['at'] + is_next} to {last}, or the run {origin['run']}",
+            expected=f"{origin['at'] + int(is_next)} to {last}, or the run {origin['run']}",
         )
     if resumes:
         raise DataError(
@@ -186,7 +187,8 @@ def placed_checkpoint(
                 folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=link
             )
 
-        # The training may have removed a chunk before. Then it has saved another checkpoint.
+        # The training may have removed a chunk before it had its second name. Then it has saved
+        # another checkpoint, which is tried next. If there is none, a chunk is missing for good.
         leaves = nested.leaves(checkpoint.stream)
         needed = {x for x in leaves if isinstance(x, str) and x.endswith(".chunk")}
         is_same = checkpoint.counters == counters_before
@@ -316,9 +318,9 @@ def moment(
         try:
             # An edit ends an iteration of the graph, and the next one begins with the edited run.
             for edit in due:
-                with _iterated(run, lines, since) as then:
-                    _learn_until(edit["at"], then)
-                    then.updates.journal.mark()
+                with _iterated(run, lines, since) as repeated:
+                    _learn_until(edit["at"], repeated)
+                    repeated.updates.journal.mark()
                     run = edited_run(run, edit)
 
                 # An edit may have named a cluster, or a number of steps that was extended since.
@@ -326,9 +328,9 @@ def moment(
                 steps = extended_steps(folder, so_far)
                 run.config.update(reading="processes", address=None, steps=steps)
 
-            with _iterated(run, lines, since) as then:
-                _learn_until(update, then)
-                yield then
+            with _iterated(run, lines, since) as repeated:
+                _learn_until(update, repeated)
+                yield repeated
         finally:
             unlock(home)
 
@@ -354,9 +356,9 @@ def _iterated(run: Run, lines: set, since: int | None) -> Iterator[Moment]:
         yield Moment(updates, batches, learn, since)
 
 
-def _learn_until(update: int, then: Moment) -> None:
-    while then.run.counters["updates"] < update:
-        then.learn(next(then.batches))
+def _learn_until(update: int, repeated: Moment) -> None:
+    while repeated.run.counters["updates"] < update:
+        repeated.learn(next(repeated.batches))
 
 # %% ../../nbs/runs/14_moments.ipynb #8a44e1aa
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:
@@ -382,8 +384,8 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         home = Path(scratch, "run")
         if first.stream is not None and (folder / "replay").exists():
             shutil.copytree(folder / "replay", home / "replay", copy_function=_symbolic_link)
-        with moment(folder, last, *edits, home=home, begin=first) as then:
-            difference = diff(shown(folder), then.run.folder)
+        with moment(folder, last, *edits, home=home, begin=first) as repeated:
+            difference = diff(shown(folder), repeated.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         difference.notes.append(
             f"with lag={config['lag']} and order={config['order']}, the stream depends on the "

@@ -70,6 +70,7 @@ def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
     # (path, dtype, number of dimensions) -> the shapes
     shapes_of: dict = {}
     for form in forms:
+        # The text of a leaf is its dtype and its shape.
         for (path, text), (_, shape) in zip(form.texts().items(), form.specs):
             shapes_of.setdefault((path, text.split()[0], len(shape)), []).append(shape)
     rows = []
@@ -85,16 +86,16 @@ def _span(sizes: tuple) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 # %% ../../nbs/runs/17_pack.ipynb #76d6ef6b
-def _about(part: Path, faults: list) -> dict:
+def _about(folder: Path, faults: list) -> dict:
     """The pipes and the environments that `about.json` names, printable texts.
 
     A damaged file is one of the faults.
     """
     try:
-        about = json.loads(read_file(part / "about.json"))
+        about = json.loads(read_file(folder / "about.json"))
         return {name: [*map(_printable, about[name])] for name in ("pipes", "envs")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        faults.append(f"{part / 'about.json'}: damaged or missing ({type(e).__name__})")
+        faults.append(f"{folder / 'about.json'}: damaged or missing ({type(e).__name__})")
         return dict(pipes=[], envs=[])
 
 

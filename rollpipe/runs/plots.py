@@ -257,7 +257,8 @@ def escaped_text(text: str) -> str:
 
     `$` begins no formula, and a legend does not leave out a label with a leading `_`.
     """
-    return " " * text.startswith("_") + text.replace("$", r"\$")
+    shown_text = f" {text}" if text.startswith("_") else text
+    return shown_text.replace("$", r"\$")
 
 
 def style(axes: Any, title: str, **labels: str) -> None:

@@ -39,7 +39,7 @@ class NextUpdate(NamedTuple):
         agent: the learner, as it was
         batch: what it learned from then, and has not yet learned from
         update: number of the update
-        known: a text about what led here
+        known: a text about how the learner and the batch were made again
         outcome: `outcome(metrics, error)` is a text about whether the update has made again what it
             made then. Call it once, after `agent.update(batch)`, with its metrics, or with the
             error. It raises `DataError` if something else has come
@@ -55,25 +55,30 @@ class NextUpdate(NamedTuple):
 @contextmanager
 def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
     "The moment before an update, to which the run is repeated."
-    with moment(folder, update - 1, *edits, is_next=True) as then:
-        run = then.run
-        batch = next(then.batches)
+    with moment(folder, update - 1, *edits, is_next=True) as repeated:
+        run = repeated.run
+        batch = next(repeated.batches)
 
         def outcome(metrics: dict | None = None, error: Exception | None = None) -> str:
             if error is not None:
-                # An update that failed then has no line in the journal.
+                # If the update failed in the run, too, it has no line in the journal. Then the
+                # journals up to it must agree.
                 last = max((line.updates for line in read_journal(folder / JOURNAL)), default=0)
                 if update > last:
                     return _compared(folder, run.folder, update, {})
                 raise DataError(
                     f"{folder} does not repeat here: then, update {update} did not fail"
                 )
-            then.updates.make = lambda _: metrics  # the caller has made it
-            then.learn(batch)
+
+            # The caller has made the update with the learner. `learn` takes its metrics instead of
+            # updating again, and enters the update into the journal.
+            repeated.updates.make = lambda _: metrics
+            repeated.learn(batch)
             return _compared(folder, run.folder, update, metrics or {})
 
-        start = "the start" if then.since is None else f"the checkpoint of update {then.since}"
-        known = f"{update - 1 - (then.since or 0)} updates repeated from {start}"
+        since = repeated.since
+        start = "the start" if since is None else f"the checkpoint of update {since}"
+        known = f"{update - 1 - (since or 0)} updates repeated from {start}"
         yield NextUpdate(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
 
@@ -90,11 +95,13 @@ def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
             recorded.update(record)
     names = [name for name in metrics if name in recorded and not name.startswith("seconds")]
     for name in names:
-        then = repr(recorded[name])
-        now = repr(float(metrics[name]))
-        if then != now:
-            raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
+        expected = repr(recorded[name])
+        got = repr(float(metrics[name]))
+        if expected != got:
+            raise DataError(f"{folder} does not repeat here", leaf=name, expected=expected, got=got)
 
+    # The last line of a difference says up to which update the journals are equal, or that they
+    # have no update in common. The latter is told only if there are no metrics to tell of.
     lines = []
     if difference.common or not names:
         lines += str(difference).splitlines()[-1:]
@@ -173,7 +180,7 @@ def replayed_run(
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
     if not Path(folder).exists():
-        load_run(folder)  # which says so
+        load_run(folder)  # raises the error that there is no such run
     folder = folder_of(folder).absolute()
     with (
         GlobalRandomStates(),
@@ -185,7 +192,7 @@ def replayed_run(
 def _update_of(agent):
     """The method `update` as its class has written it, into which a debugger steps at once.
 
-    The threads are those of the run already.
+    It lacks the wrapper that sets the number of torch's threads, which is that of the run already.
     """
     return inspect.unwrap(type(agent).update).__get__(agent)
 
@@ -203,6 +210,8 @@ def replay_command(args: Namespace) -> None:
         state = checksum(agent.state_dict())
         kind = type(batch).__name__
         print(f"update {n}: a learner with the checksum {state} gets a {kind}")
+
+        # Of a `Replayed`, the fresh steps are described.
         item = getattr(batch, "fresh", batch)
         for name in getattr(item, "_fields", ()):
             if getattr(item, name) is not None:

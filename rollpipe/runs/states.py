@@ -138,13 +138,15 @@ def lacking_pipes(pipe: IterDataPipe, stream: dict | None) -> list:
     names = numbered(nodes(pipe)).keys()
     for state in states.values():
         for lane in state.get("lanes", {}).values():
-            gone |= (lane or {"pipes": {}})["pipes"].keys() - names
+            if lane:  # None: it has not begun
+                gone |= lane["pipes"].keys() - names
     return sorted(gone)
 
 
 def check_taken(run: Any) -> None:
     "Raise `DataError` if the checkpoint of a run has the state of a pipe that its pipeline lacks."
-    lacking = [*run.waiting, *lacking_pipes(run.pipe, run.stream and run.stream.restored)]
+    restored = run.stream.restored if run.stream else None
+    lacking = [*run.waiting, *lacking_pipes(run.pipe, restored)]
     if not lacking:
         return
     raise DataError(
@@ -248,7 +250,8 @@ class Stream:
         self.accounts = accounts
         restored = self.restored
 
-        # It begins: the generators begin with the seed.
+        # It begins: the generators begin with the seed, of which `GlobalRandomStates` takes the
+        # first three words.
         if restored is None:
             if self.seed is not None:
                 GlobalRandomStates(self.seed).put()
@@ -312,6 +315,7 @@ def global_seed(config: dict, counters: dict, rank: int = 0) -> np.random.SeedSe
         counters: its counters, of which the resumes with new episodes count
         rank: number of the rank
     """
+    # The first number keeps it apart from the seeds of lanes and pipes.
     return np.random.SeedSequence(config["seed"], spawn_key=(2**18, counters["resumes"], rank))
 
 # %% ../../nbs/runs/04_states.ipynb #e5de7dcf
@@ -436,12 +440,12 @@ def _tell_new_episodes(folder: Path, checkpoint: Any) -> None:
     is_at_origin = origin.get("at") == checkpoint.counters["updates"]
     is_fork = bool(origin.get("new_episodes") and is_at_origin and not checkpoint.evaluated)
     why = checkpoint.history.inexact
-    if not why and is_fork:
-        why = "it is a fork that was made so"
-    elif not why and checkpoint.evaluated:
-        why = "the best checkpoint has no state of the stream"
-    elif not why:
+    if not why:
         why = "it was interrupted within a batch"
+        if checkpoint.evaluated:
+            why = "the best checkpoint has no state of the stream"
+        if is_fork:
+            why = "it is a fork that was made so"
 
     # That is told, and refused where the numbers are to be exact.
     if checkpoint.config.get("exact") and not is_fork:

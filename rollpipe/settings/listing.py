@@ -167,7 +167,8 @@ def preset_lines(algorithm: str | None = None) -> list:
         algorithm: only presets of this algorithm
     """
     rows = []
-    for name in [algorithm] if algorithm else ALGORITHMS:
+    names = [algorithm] if algorithm else [*ALGORITHMS]
+    for name in names:
         for preset, table in presets_of(name).items():
             options = [f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions")]
             envs = ", ".join(table.get("envs", []))

@@ -93,7 +93,7 @@ def _check_obs(report, obs, space, spec):
     with report.demand(ENV_OBS_LIKE_SPACE):
         nested.Form(spec, "obs").check(obs)
 
-    # An observation that is not finite is not compared with the bounds, too.
+    # Bounds are compared only if all numbers are finite, so that one fault breaks one rule.
     floats = [x for x in nested.leaves(obs) if x.dtype.kind == "f"]
     is_finite = all(np.isfinite(x).all() for x in floats)
     is_within = not is_finite or space.contains(_as_sample(obs, space))
@@ -112,10 +112,11 @@ def _as_sample(x, space):
         return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
         return tuple(map(_as_sample, x, space.spaces))
-    # Unsigned integers are stored in a wider dtype than that of their space.
+    # Unsigned integers are stored in a wider dtype than that of their space, which may be unable to
+    # hold a wrong number. Such numbers stay as they are, and gymnasium refuses them.
     sample = x.astype(space.dtype)
     if isinstance(space, gym.spaces.Discrete):
-        return sample[()]
+        return sample[()]  # gymnasium expects a scalar
     return sample if (sample == x).all() else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
@@ -132,14 +133,14 @@ def _check_info(report, info, forms):
             return None
         return structure, [array.shape for array in arrays]
 
-    # Leaves of irregular shapes are no arrays.
+    # numpy raises `ValueError` for leaves of irregular shapes.
     try:
         for key, x in info.items():
             form_of_x = form(x)
-            stays = forms.setdefault(key, form_of_x) in (None, form_of_x)
+            first_form = forms.setdefault(key, form_of_x)
             report.check(
                 ENV_INFO_STAYS,
-                stays,
+                first_form in (None, form_of_x),
                 f"info[{key!r}] became {describe(x)}",
             )
     except ValueError as e:
@@ -149,8 +150,8 @@ def _check_info(report, info, forms):
         )
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
-# The resets after the last step. Until then a long episode was reset once, and what goes wrong at a
-# later reset shows only there.
+# The resets after the last step. The steps before them may belong to one long episode, so what goes
+# wrong at a second reset may show only here.
 _RESETS: Any = dict(), dict(options={}), dict(seed=1), dict()
 _AFTER_RESET = 8  # steps after each of them
 
@@ -410,7 +411,7 @@ def _check_tensor_env(report, factory, n_steps, seed):
 
 def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
     "Check an environment, or one of each kind of those in a vector."
-    singles = []  # a maker for each kind of environment in a vector
+    singles = []  # a maker for each kind of environment, if `make` meets a vector
 
     def make():
         instance = env if is_lent else EnvFactory(env, env_kwargs)(seed)
@@ -444,6 +445,7 @@ def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
 
 def _check_resumable(report, make, seed):
     "Check how a running environment can be kept. What that means for runs is logged."
+    # The way 'own' is that of `get_state` and `set_state`.
     keeper = keeper_for(make, seed)
     report.check(
         ENV_RESUMABLE,

@@ -392,7 +392,8 @@ class BitFlip(gym.Env):
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
-        # The state changes, and is rewarded as if its goal were known only now.
+        # The new state is rewarded by the function that also rewards it for other goals, in
+        # hindsight.
         self.here = self._moved(action)
         self.count = self.count + 1
         reward = float(
@@ -444,7 +445,7 @@ class PointReach(BitFlip):
         return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 
 
-# So that `rollpipe.testing:BitFlip-v0` is an id
+# So that `rollpipe.testing:BitFlip-v0` is an id. gymnasium warns of an id that it knows already.
 for env in (BitFlip, PointReach):
     if f"{env.__name__}-v0" not in gym.registry:
         gym.register(

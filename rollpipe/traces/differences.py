@@ -73,7 +73,8 @@ class Parting(NamedTuple):
             )
 
         # The place in the batch, and what is to blame
-        where = cause = ""
+        where = ""
+        cause = ""
         if self.place is not None:
             where = " (row {}, column {}: lane {}, environment {} of it)".format(*self.place)
         if self.is_known and is_exact:
@@ -104,10 +105,12 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
 
         # Where the batches differ first, which tells how the leaves are ordered
         leaves = [path for path, *_ in differing(x.batch, y.batch)]
-        place = first_place(x.place, y.place) if leaves and x.place and y.place else None
+        place = None
+        if leaves and x.place and y.place:
+            place = first_place(x.place, y.place)
         is_actors = place is not None and place[2]
         leaves.sort(key=lambda path: _rank(path, is_actors))
-        located = place and _located(place, x.place["lane"])
+        located = None if place is None else _located(place, x.place["lane"])
 
         after = x.since if before is None else before.updates
         is_known = before is not None
@@ -122,7 +125,11 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
 
 
 def _rank(path, is_actors):
-    "Sorts the leaves of a row: first those of the actor or of the environment, then by `_ORDER`."
+    """The key that sorts the leaves of a row.
+
+    Those of the actor come first if `is_actors`, and otherwise those of the environment. Within
+    both, `_ORDER` counts. Leaves of `final` and others come last.
+    """
     name = path.split("[")[0]
     ranks = [k for k, end in enumerate(_ORDER) if name.endswith(end)]
     if path.startswith(".final") or not ranks:
@@ -132,6 +139,7 @@ def _rank(path, is_actors):
 
 
 def _located(place, lanes):
+    "`(row, column, lane, environment of it)` of the `(row, column, is of the actor)` in `place`."
     row, column, _ = place
     if lanes is None:
         return row, column, "unknown", "unknown"
@@ -280,21 +288,23 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
         )
 
     # Up to the update where a run is forked from the other one, both are known to be equal.
-    at = parting(*journals)
+    difference = parting(*journals)
     for folder, other in ((a, b), (b, a)):
         origin = History.read(folder).origin
         if origin is None:
             continue
         notes.append(f"{folder} is {origin_in_words(origin)}")
         is_of_other = os.path.realpath(origin["run"]) == os.path.realpath(other)
-        if at and is_of_other and at.after < origin["at"] < at.by:
-            at = at._replace(
+        if not difference or not is_of_other:
+            continue
+        if difference.after < origin["at"] < difference.by:
+            difference = difference._replace(
                 after=origin["at"],
                 is_known=True,
             )
     return RunDifference(
         leaves,
-        at,
+        difference,
         common,
         notes,
     )

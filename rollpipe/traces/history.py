@@ -26,8 +26,9 @@ _BEGINNING: dict = dict(
     inexact=(str, type(None)),
 )
 
-# Event -> what it says, and of which type; an edit that inserts a pipe says `_INSERTS`. `due` is an
-# edit behind which the run has gone back: it makes it again, and until then it does not hold.
+# Event -> what it says, and of which type. An edit that inserts a pipe says `_INSERTS` instead.
+# An event `due` is an edit that the run made before it went back to an earlier update. The run will
+# make this edit again, at the same update. Until then, the configuration is without it.
 EVENTS: dict[str, dict[str, Any]] = dict(
     began=_BEGINNING,
     forked=dict(_BEGINNING, run=str, set=dict),

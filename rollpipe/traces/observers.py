@@ -233,7 +233,9 @@ class Observers:
             self._look_at_end(counters, self.take_news())
         for observer in self.at(*reversed(STAGES)):
             reports = observer.end() or ()
-            for metrics in [reports] if isinstance(reports, dict) else reports:
+            if isinstance(reports, dict):
+                reports = [reports]
+            for metrics in reports:
                 self._look_at_end(counters, metrics)
 
     def _look_at_end(self, counters, metrics):
@@ -320,9 +322,10 @@ class FlightRecorder(Observer):
         self.counters = counters
         self.agent = agent
         self.command = command
-        # the batches since the snapshot, and how many there may be; when the next one is due
+        # the batches since the snapshot, and how many there may be
         self.held: list = []
         self.most = MOST
+        # the time at which the next snapshot is due
         self.due = 0.0
 
     def around(self, update: Callable) -> Callable:

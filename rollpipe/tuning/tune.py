@@ -194,7 +194,7 @@ def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
 # %% ../../nbs/tuning/00_tune.ipynb #1dd39c89
 EPISODES = 10  # number of episodes of an evaluation
 
-# Plus the seed of the training: the seed of these episodes. No run is evaluated with these seeds.
+# The episodes have this seed plus that of the training. No run is evaluated with such a seed.
 _SEED = 1_000_000
 
 
@@ -233,11 +233,11 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
             )
             # A large batch may pass several evaluations.
             while n_made < n and steps >= (n_made + 1) * config["steps"] / n:
-                mean = evaluated(policy_of(agent), options).evaluation.mean
-                if not math.isfinite(mean):
-                    raise DataError("the mean return is not finite", got=str(mean))
+                mean_return = evaluated(policy_of(agent), options).evaluation.mean
+                if not math.isfinite(mean_return):
+                    raise DataError("the mean return is not finite", got=str(mean_return))
                 n_made += 1
-                yield mean
+                yield mean_return
             if n_made == n:
                 return
     raise DataError(
@@ -535,8 +535,10 @@ _OF_WORKERS = (
 
 
 def _check_options(args, values):
-    """Raise `DataError` for an option of a run that a trial cannot follow. Only those of workers
-    may not be in a --config file.
+    """Raise `DataError` for an option of a run that a trial cannot follow.
+
+    An option of workers may be neither typed nor in a --config file. The others may not be typed;
+    in a file they have no effect.
     """
     for name, default in vars(RunOptions()).items():
         if name in _OF_WORKERS:
@@ -564,11 +566,13 @@ class Search:
         self.args = args
         self.asked = asked_by(args)
         values = self.asked.values
+
+        # Each training of a trial has a seed of its own, so this one is no longer an option.
         self.seed = values.pop("seed", RunOptions.seed)
         self.given = [*values]
         self.seeds = parse_seeds(args.seeds)
         self.n = args.evaluations
-        # So many evaluations, at the start of the first training, cannot end a trial.
+        # How many evaluations a trial makes before one may end it, see `open_study`
         self.free = max(1, self.n // 3)
 
         # What the user sets, and what is left to search
@@ -614,7 +618,8 @@ class Search:
 
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
-        # Each process has a folder for its replay files.
+        # Each process has a folder for its replay files. `--part` is 'NUMBER:TRIALS', with the
+        # number of the process, see `_in_processes`.
         part = (self.args.part or "0").partition(":")[0]
         more = dict(
             folder=f"{self.folder.resolve().name}-{part}",

@@ -131,7 +131,8 @@ def first_value(critic: Any, obs: Any, act: Tensor) -> Tensor:
 
 def mean_size(value: Tensor) -> Tensor:
     "The mean of `|value|` `[N]` over the rows of all ranks, 0-dim, without gradients."
-    return ranks.mean_of_all(value.detach().abs().mean(), len(value))[0]
+    size, _ = ranks.mean_of_all(value.detach().abs().mean(), len(value))
+    return size
 
 
 def _mean(x, valid, n):
@@ -189,6 +190,7 @@ def action_value_loss(
         square = weight * square
     loss = 0.5 * square.sum() / n
 
+    # The metric is the mean of squares of one critic, and not half of their sum.
     with torch.no_grad():
         size = error.abs().mean(0)
         metrics = dict(

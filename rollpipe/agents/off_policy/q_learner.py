@@ -100,7 +100,8 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         fragment, weight, _ = sample
         trained_rows = slice(self.burn_in, None)
 
-        # All trained rows may rest. Ranks compute along, because others may have valid ones.
+        # A sample of a memory may have no valid row to train on, as of idle environments. Several
+        # ranks compute along, because others may have valid rows.
         may_rest = memory is not None and not ranks.active()
         if may_rest and not fragment.valid[trained_rows].any():
             return {}

@@ -152,7 +152,9 @@ class PipeError(RuntimeError):
             ("" if str(self.leaf).startswith("--") else "leaf ", self.leaf),
         )
         where = [f"{word}{value}" for word, value in places if value not in (None, "")]
-        problem = ", ".join(where) + ": " * bool(where) + self.problem
+        problem = self.problem
+        if where:
+            problem = f"{', '.join(where)}: {problem}"
 
         # A sentence for the problem, and one for what was expected and what came
         facts = ("expected", self.expected), ("got", self.got)
@@ -160,7 +162,7 @@ class PipeError(RuntimeError):
         sentences = []
         for sentence in filter(None, (problem, facts[:1].upper() + facts[1:])):
             is_complete = sentence.endswith((".", "!", "?", "\n"))
-            sentences.append(sentence + "." * (not is_complete))
+            sentences.append(sentence if is_complete else f"{sentence}.")
         return " ".join(sentences)
 
     def __reduce__(self):
@@ -248,7 +250,7 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if is_integer and least <= int(value) <= sys.maxsize:
         return int(value)
-    most = f" and <= {sys.maxsize}" * is_between(value, sys.maxsize, inf)
+    most = f" and <= {sys.maxsize}" if is_between(value, sys.maxsize, inf) else ""
     raise DataError(
         "out of range",
         expected=f"an integer {name} >= {least}{most}",

@@ -155,7 +155,8 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     if any(f.restarts is not None for f in fragments):
         fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
 
-    # Leaves with environments on dim 1, numbers of environments, and one value a column
+    # What has the environments on dimension 1, what refers to them by number, and what has one
+    # value for each
     wide = [f.only(*Fragment.ROWS, *Fragment.STEPS, "hx") for f in fragments]
     offsets = np.cumsum([0, *widths]).tolist()
     finals = []

@@ -29,7 +29,8 @@ class Interaction(TickSource):
 
     Args:
         actor: the actor, held by reference
-        envs: environments, not reset yet; the caller closes them, but for an actor that is refused
+        envs: environments, not reset yet. The caller closes them; if the actor is refused, they are
+            closed here
         seed: seed of the actor's random numbers
         lane: number of the lane, for its ticks
         explore: False: take the actor's deterministic action
@@ -84,6 +85,7 @@ class Interaction(TickSource):
 
     def start(self) -> "Interaction":
         "Reset the environments and the recurrent state. Returns this interaction."
+        # The present row is the first one of new memory.
         self.row = self.envs.rows().rows[0]
         self._reset_into(self.row)
         return self._begin()
@@ -94,11 +96,13 @@ class Interaction(TickSource):
         return self.row.state(arrays_of(self.act))
 
     def get_state(self) -> dict:
-        """Everything on which the next steps depend, but for the weights of the actor.
+        """Everything on which the next steps depend, but for the weights of the actor. The present
+        `state` is a part of it.
 
         Raises `EnvError` if the environments are not kept.
         """
-        # Copies, because the arrays are rows of larger memory
+        # The row is taken without an action, which stands apart. Its arrays and `term` are rows of
+        # larger memory, so they are copied.
         return dict(
             row=nested.map(np.array, self.row.state(())),
             term=np.array(self.row.term),
@@ -156,6 +160,10 @@ class Interaction(TickSource):
         engine = self.engine
         envs = self.envs
         fault = None
+
+        # The engine chooses the memory in which the environments step: `rows`, or rows of its own,
+        # which `_engine_end` copies into `rows`. The present row has the number `at` there. An
+        # error of the engine is raised as one of the actor's `step`, which `calling_step` does.
         try:
             env_rows, at = self._engine_begin(
                 rows,
@@ -178,13 +186,13 @@ class Interaction(TickSource):
                 except Exception:
                     with self.checked.calling_step:
                         raise
-                final, ended, env, valid = self._step_into(
+                final, ended, infos, valid = self._step_into(
                     env_rows,
                     at + t,
                     array,
                 )
                 env_rows.put_act(at + t + 1, array)
-                collected.env.append(env)
+                collected.env.append(infos)
                 collected.valid.append(valid)
                 if not ended:
                     continue
@@ -200,7 +208,8 @@ class Interaction(TickSource):
         except Exception as e:
             fault = e
 
-        # This raises the error of an earlier step, if there is one.
+        # The environments check their steps now, if they have not done so at each step. An error
+        # that this raises belongs to an earlier step than `fault`, so it comes first.
         envs.settle(env_rows, at)
         if fault is not None:
             raise fault
@@ -269,7 +278,7 @@ class Interaction(TickSource):
             )
 
     def _collect(self, rows, collected):
-        """Take all steps for which there are rows.
+        """Take all steps for which there are rows, as many at a time as the engine can.
 
         What the next step needs is copied: answers may be views of rows, which may be reused.
         """

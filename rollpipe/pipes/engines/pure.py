@@ -256,7 +256,7 @@ class PureStep(torch.nn.Module):
             raise self.error("it draws from the global random numbers of Python or NumPy")
 
         # The next step takes the recurrent state that this one returns.
-        new_hx = self.structure.unflatten(self.outs)[2]
+        _, _, new_hx = self.structure.unflatten(self.outs)
         if nested.Form(new_hx) != nested.Form(hx):
             change = f"from {describe(hx)} to {describe(new_hx)}"
             raise self.error(f"its recurrent state changes {change}")

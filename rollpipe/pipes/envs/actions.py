@@ -184,7 +184,8 @@ def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
 
 
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
-    """`x` as an array, in the dtype of `like` if this changes only the precision.
+    """`x` as an array, in the dtype of `like` unless that is a narrower kind of number: an integer
+    becomes a float, but no float becomes an integer.
 
     Raises `OverflowError` for integers that do not fit.
     """
@@ -193,7 +194,10 @@ def as_like(x: Any, like: np.ndarray) -> np.ndarray:
 
 
 def cast_exactly(x: np.ndarray, like: np.ndarray) -> np.ndarray:
-    "`x` in the dtype of `like`. Raises `OverflowError` for integers that do not fit."
+    """`x` in the dtype of `like`. Integers keep their values, and floats are rounded.
+
+    Raises `OverflowError` for a number that an integer dtype cannot hold.
+    """
     cast = x.astype(like.dtype, copy=False)
     if cast is not x and cast.dtype.kind in "iu":
         wrong = cast != x

@@ -258,9 +258,8 @@ class EnvFactory:
                 expected=hint,
             ) from e
         if isinstance(env, gym.Env) or is_vector(env):
-            is_limited = (
-                not isinstance(self.source, str) and self.env_kwargs
-            )  # gymnasium limits ids
+            # The episodes of an id are limited by gymnasium, or by a wrapper.
+            is_limited = not isinstance(self.source, str) and self.env_kwargs
             return limited(env, name=self.name, **self.env_kwargs) if is_limited else env
         if hasattr(env, "possible_agents"):
             raise EnvError(
@@ -408,8 +407,12 @@ class VectorFactory:
 
         # A vector that is made as a whole takes no wrappers around its environments.
         key = self.env_kwargs.get("with_action_mask")
-        has_mask = key is None or key in getattr(spaces_of(vec)[0], "spaces", ())
-        if self.vector in ("sync", "async") or "atari" not in self.env_kwargs and has_mask:
+        lacks_mask = False
+        if key is not None:
+            obs_space, _ = spaces_of(vec)
+            lacks_mask = key not in getattr(obs_space, "spaces", ())
+        needs_wrapper = "atari" in self.env_kwargs or lacks_mask
+        if self.vector in ("sync", "async") or not needs_wrapper:
             return vec
         close_env(vec, self.name)
         wrapped = "the mask of the actions" if key else "games of Atari"
@@ -620,19 +623,21 @@ class Claim:
             b: index of `env` in the batch; None: `env` is a vector environment, the whole batch
         """
         env = getattr(env, "unwrapped", env)
-        before = _claims.get(id(env))
-        other = None
-        if before is not None:
-            [other] = [k for k, x in before._held.items() if x is env]
-        if before is self:
+
+        # The claim that holds it until now, and its index there
+        holder = _claims.get(id(env))
+        index = None
+        if holder is not None:
+            [index] = [k for k, x in holder._held.items() if x is env]
+        if holder is self:
             raise EnvError(
                 "the factory made no environment of its own",
                 env=b,
                 expected="a new environment at each call",
-                got=f"that of environment {other}",
+                got=f"that of environment {index}",
             )
-        if before is not None:
-            before.lost.append(other)
+        if holder is not None:
+            holder.lost.append(index)
         self._held[b] = env
         _claims[id(env)] = self
 

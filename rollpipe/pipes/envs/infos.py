@@ -94,26 +94,28 @@ class InfoRecorder:
     def __init__(self, n: int, keys: Any = None, stream: Any = None):
         self.n = n
         self.stream = object() if stream is None else stream
-        # keys that the user has chosen, but that were not reported yet; None: all are recorded
+        # keys that the user has chosen and no environment has reported yet; None: all are recorded
         self.awaited = None if keys is None else {*keys}
         # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype
         self.like = {}
-        self.masked = set()  # keys with a mask
-        self.known = set()  # keys that are recorded, or left out for good
-        self.begun = False  # has there been a step?
+        # keys whose columns have a mask beside them
+        self.masked = set()
+        # keys that are recorded, or left out for good
+        self.known = set()
+        # whether a step was recorded
+        self.begun = False
 
     def get_state(self) -> dict:
         "What is recorded so far, and how."
-        return {
-            name: getattr(self, name) for name in ("awaited", "like", "masked", "known", "begun")
-        }
+        names = "awaited", "like", "masked", "known", "begun"
+        return {name: getattr(self, name) for name in names}
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned."
         vars(self).update(state)
 
     def is_news(self, names: Iterable) -> bool:
-        "Is there a wanted info among `names` that has not appeared before?"
+        "Is there an info among `names` that is to be recorded, and has not appeared before?"
         if self.awaited is None:
             return not self.known.issuperset(names)
         return bool(self.awaited) and not self.awaited.isdisjoint(names)
@@ -148,31 +150,33 @@ class InfoRecorder:
         if self.begun:
             self.masked.add(key)
 
-    def put(self, found: dict, key: str, column: Any, said: np.ndarray, valid: np.ndarray) -> None:
-        """Put the column of an info into `found`, with the filler where an environment did not
+    def put(
+        self, columns: dict, key: str, column: Any, has_info: np.ndarray, valid: np.ndarray
+    ) -> None:
+        """Put the column of an info into `columns`, with the filler where an environment did not
         report it. Raises `EnvError`.
 
         Args:
-            found: dict that gets the column, and the mask if there is one
+            columns: dict that gets the column, and the mask if there is one
             column: nested `[n, ...]`, which may be overwritten; None: no environment has reported
                 the info
-            said: bool `[n]`: True for the environments that have reported the info
+            has_info: bool `[n]`: True for the environments that have reported the info
             valid: bool `[n]`: where a step took place
         """
         if column is None:
             column = nested.map(np.ndarray.copy, self.like[key])
         else:
             column = self.widened(key, column)
-            if not said.all():
+            if not has_info.all():
                 for x in nested.leaves(column):
-                    x[~said] = filler(x)
+                    x[~has_info] = filler(x)
 
-        # The mask begins where an environment that took part has not reported the info.
-        if key not in self.masked and (valid & ~said).any():
+        # An info gets a mask with the first step that an environment made without reporting it.
+        if key not in self.masked and (valid & ~has_info).any():
             self.masked.add(key)
-        found[key] = column
+        columns[key] = column
         if key in self.masked:
-            found[f"_{key}"] = said
+            columns[f"_{key}"] = has_info
 
     def widened(self, key: str, column: Any) -> Any:
         """`column` in the recorded dtype, which is widened if necessary.
@@ -213,7 +217,7 @@ class InfoRecorder:
         new = {key: text for key, text in texts.items() if (self.stream, key) not in self.logged}
         self.logged.update((self.stream, key) for key in texts)
         if new:
-            # `once` is for the parent of several workers, each of which says this.
+            # Each of several workers may send this to their parent, which logs it once.
             once = str((self.stream, *new))
             self.log.warning(
                 message,
@@ -267,7 +271,7 @@ class SingleInfos(InfoRecorder):
         The first environment that reports an info defines its shape and dtype.
         """
         # Info -> its value in the first environment that reports it, and the number of that one.
-        # The first environment comes last, so its value stays.
+        # The environments are read from the last to the first, so the first one's value remains.
         first = {}
         for b in reversed(range(self.n)):
             for key, x in infos[b].items():
@@ -347,17 +351,17 @@ def is_mask(key: Any, infos: Mapping) -> bool:
     return isinstance(key, str) and key.startswith("_") and key[1:] in infos
 
 
-def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
+def column_of(leaf: str, value: Any, has_info: np.ndarray) -> Any:
     """The info `value` of a vector environment as nested arrays `[n, ...]` with memory of their
     own; None if `value` is not numeric.
 
-    Only the rows `said` have a meaning. Raises `EnvError` if one of these environments has not
+    Only the rows `has_info` have a meaning. Raises `EnvError` if one of these environments has not
     reported a part of the info.
     """
     if isinstance(value, dict):
         parts = {k: x for k, x in value.items() if not is_mask(k, value)}
         for k, x in parts.items():
-            silent = said & ~reporters(value, k, said)
+            silent = has_info & ~reporters(value, k, has_info)
             if silent.any():
                 raise EnvError(
                     "a part of an info is missing",
@@ -368,30 +372,31 @@ def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
             parts[k] = column_of(
                 f"{leaf}[{k!r}]",
                 x,
-                said,
+                has_info,
             )
         return parts if parts and all(x is not None for x in parts.values()) else None
 
     # A copy, because the vector environment may reuse its arrays
     value = np.array(value)
-    n = len(said)
+    n = len(has_info)
 
-    # gymnasium stores numpy bools in an object array. It becomes one of numbers, if each
-    # environment has reported one.
-    if value.dtype == object and value.shape == said.shape:
-        numbers = [x for x in value[said] if np.ndim(x) == 0]
-        rows = np.array(numbers)
-        if len(numbers) == said.sum() and rows.dtype.kind in "biuf":
-            value = np.zeros(n, rows.dtype)
-            value[said] = rows
-    is_column = value.dtype.kind in "biuf" and value.shape[:1] == (n,)
-    return value if is_column else None
+    # gymnasium stores numpy bools in an object array. If all that were reported are single numbers,
+    # they become an array of numbers, with 0 for the other environments.
+    if value.dtype == object and value.shape == has_info.shape:
+        numbers = [x for x in value[has_info] if np.ndim(x) == 0]
+        reported = np.array(numbers) if len(numbers) == has_info.sum() else value
+        if reported.dtype.kind in "biuf":
+            value = np.zeros(n, reported.dtype)
+            value[has_info] = reported
+    return value if value.dtype.kind in "biuf" and value.shape[:1] == (n,) else None
 
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #5db3365d
 class VectorInfos(InfoRecorder):
     "Records the infos of a vector environment."
 
-    of_ends: Any = ()  # infos of the episodes that end, which stand beside those of resets
+    # Names of infos about the episode that has ended, such as its statistics. With SameStep, a
+    # vector has them beside the infos of the reset, and not in `final_info`.
+    of_ends: Any = ()
 
     def record(self, infos: dict, ended: np.ndarray, valid: np.ndarray) -> dict:
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`.
@@ -401,17 +406,16 @@ class VectorInfos(InfoRecorder):
             ended: bool `[n]`: where an episode ended
             valid: bool `[n]`: where a step took place
         """
-        # Each source of infos, and the environments that it is about. Where an episode ended, the
-        # infos of the step are in `final_info`, and `infos` has those of the reset, beside those
-        # that wrappers add at an end.
+        # Each source of infos, and the environments that it is about. Of an environment that was
+        # reset in this step, the infos of its last step are recorded, and not those of the reset.
         sources = [(infos, valid)]
         if "final_info" in infos:
             with_masks = [*self.of_ends, *(f"_{key}" for key in self.of_ends)]
-            late = {name: infos[name] for name in with_masks if name in infos}
+            about_ends = {name: infos[name] for name in with_masks if name in infos}
             sources = [
                 (infos, valid & ~ended),
                 (infos["final_info"], valid & ended),
-                (late, valid & ended),
+                (about_ends, valid & ended),
             ]
 
         # Infos that have not appeared before, and then a column for each info
@@ -448,22 +452,22 @@ class VectorInfos(InfoRecorder):
             )
             if why:
                 left_out[key] = why
-            self.known.add(f"_{key}")
+            self.known.add(f"_{key}")  # its mask is no news
         self.say(left_out, self.LEFT_OUT)
 
-    def _column(self, key, value, said):
+    def _column(self, key, value, has_info):
         try:
-            return column_of(f"info[{key!r}]", value, said)
+            return column_of(f"info[{key!r}]", value, has_info)
         except RecursionError:
             raise _endless(key, value) from None
 
     def _read(self, key, sources):
-        """`(column, said)`: the info `key`, and a mask of the environments that have reported it.
+        """The column of the info `key`, and a mask of the environments that have reported it.
 
         The column is None if none has.
         """
         column = None
-        everybody = np.zeros(self.n, bool)
+        in_column = np.zeros(self.n, bool)
         for infos, among in sources:
             if key not in infos:
                 continue
@@ -472,8 +476,7 @@ class VectorInfos(InfoRecorder):
                 continue
             part = self._column(key, infos[key], has_info)
             if part is None:
-                self.check_form(key, infos[key])  # raises, because the info is not numeric
-
+                self.check_form(key, infos[key])  # raises: its form has changed
             # Each environment has its info from the source in which it has reported it.
             if column is not None:
 
@@ -490,5 +493,5 @@ class VectorInfos(InfoRecorder):
                     self.widened(key, column),
                 )
             column = part
-            everybody = everybody | has_info
-        return column, everybody
+            in_column = in_column | has_info
+        return column, in_column

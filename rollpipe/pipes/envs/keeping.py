@@ -37,9 +37,10 @@ def bits_of(x: Any, path: str) -> Iterator:
     "`(path, bits)` for each leaf of `x` that consists of numbers or texts."
     if isinstance(x, dict):
         for key, y in x.items():
-            if path != "info['episode']" or key != "t":
-                yield from bits_of(y, f"{path}[{key!r}]")  # `t` is a duration on the clock
-    elif isinstance(x, (list, tuple)) or isinstance(x, np.ndarray) and x.dtype.hasobject:
+            is_clock_time = path == "info['episode']" and key == "t"
+            if not is_clock_time:
+                yield from bits_of(y, f"{path}[{key!r}]")
+    elif isinstance(x, (list, tuple)) or (isinstance(x, np.ndarray) and x.dtype.hasobject):
         for i, y in enumerate(x):
             yield from bits_of(y, f"{path}[{i}]")
     elif isinstance(x, (bool, int, float, str, np.ndarray, np.generic, torch.Tensor)):
@@ -121,14 +122,16 @@ class KeptEnv:
             return ended
 
         def reset(**arguments):
-            done.append(("reset", arguments, self.do("reset", arguments)[0]))
+            bits, _ = self.do("reset", arguments)
+            done.append(("reset", arguments, bits))
 
         # `n_left`: steps left after this one. While it is above `more`, the first episode goes on.
         for n_left in range(n + more - 1, -1, -1):
             ended = step()
             late = time.monotonic() > deadline
 
-            # No way is trusted that has not gone over an end.
+            # The test must go over an end. If the first episode of a single environment does not
+            # end by itself, it is ended by a reset: after its `n` steps, or when the time is over.
             forced = self.single and (n_left == more or late)
             if self.single and (ended or forced):
                 reset()
@@ -156,7 +159,7 @@ class KeptEnv:
         for t, (name, argument, bits) in enumerate(done):
             if between is not None:
                 between()
-            answer = self.do(name, argument)[0]
+            answer, _ = self.do(name, argument)
             for path in bits | answer:
                 if between is not None and path.startswith("info"):
                     continue
@@ -239,8 +242,11 @@ class _AllWays:
         return answers
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #4809fa9d
-_EXTRA = 20, 1, 7, 0, 3, 20, 20  # steps of each part after the end of an episode
-_KEPT = 2  # after so many parts, a new environment has another history
+# What is played comes in parts: each is the rest of an episode, and so many steps of the next one.
+_EXTRA = 20, 1, 7, 0, 3, 20, 20
+# The state is taken after so many parts. A new environment, which continues from it, has not played
+# them: so a state that lacks something of the past shows.
+_KEPT = 2
 
 
 def _close_all(envs):
@@ -265,7 +271,8 @@ def _played(env, first, ways, n_steps, seconds, info_keys, extra=_EXTRA):
     states = {}
 
     # The first part begins with the reset.
-    done = [("reset", first, running.do("reset", first)[0])]
+    bits, _ = running.do("reset", first)
+    done = [("reset", first, bits)]
     for i, more in enumerate(extra):
         if i >= _KEPT:
             _seed_all(i)
@@ -341,10 +348,16 @@ def _ways(env):
     if is_foreign or isinstance(core, gym.vector.AsyncVectorEnv):
         return []
     parts = env_parts(env)
-    by_own = [("own",)] * any(map(has_state, parts))
-    by_copy = ("copy",) * all(map(is_known, parts))
-    by_episode = ("replay (episode)",) * isinstance(env, gym.Env)
-    return [*by_own, (*by_copy, *by_episode, "replay (all)")]
+
+    # Ways without `get_state`
+    others = ["replay (all)"]
+    if isinstance(env, gym.Env):
+        others.insert(0, "replay (episode)")
+    if all(map(is_known, parts)):
+        others.insert(0, "copy")
+
+    has_own = any(map(has_state, parts))
+    return [("own",), tuple(others)] if has_own else [tuple(others)]
 
 
 def _n_steps(part):
@@ -419,6 +432,8 @@ def _test(make, envs, only, seed, n_steps, seconds, info_keys):
                     parts[:-1],
                 )
             except Exception as e:
+                # If an answer differs, the way is wrong. The reason of another error may be that a
+                # second environment is open in this process.
                 failed[name] = describe_exception(e)
                 is_answer = isinstance(e, EnvError) and e.problem.endswith("differs")
                 problem = None if is_answer else failed[name]
@@ -465,8 +480,8 @@ def keeper_for(
                 *options,
             )
             if problem and not keeper.only:
-                # Perhaps because there was another one.
-                alone = _test(make, envs, problem, *options)[0]
+                # Perhaps the environments fail only beside another one, so each is tested alone.
+                alone, _ = _test(make, envs, problem, *options)
                 keeper = keeper if alone.name == "none" else alone
             return keeper
     finally:

@@ -56,9 +56,11 @@ class Sticky:
 
     def begin(self) -> None:
         "Begin a new period, in which all environments act."
-        # For each index, the environment or its `RestingEnv`; indices that rest
+        # For each index, the environment or its `RestingEnv`
         self.acting = list(self.envs)
+        # The indices of those that rest
         self.resting = []
+        # Steps since the beginning of the period
         self.count = 0
 
     def get_state(self) -> tuple:

@@ -69,9 +69,9 @@ class Lives(gym.Wrapper):
 
     def __init__(self, env: Any, end_episodes: bool):
         super().__init__(env)
-        # `going`: first observation and info of the next life
         self.end_episodes = end_episodes
         self.lives = 0
+        # after a lost life that ended an episode: first observation and info of the next life
         self.going = None
         self.game: Any = env.unwrapped
         # number of the action: NOOP is 0 and FIRE is 1 in all games

@@ -327,7 +327,8 @@ def _held(value, seen):
         yield value
     elif isinstance(value, _CONTAINERS) and id(value) not in seen:
         seen.add(id(value))
-        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+        items = chain(value, value.values()) if isinstance(value, dict) else value
+        for item in items:
             yield from _held(item, seen)
 
 

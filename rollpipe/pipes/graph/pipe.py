@@ -265,7 +265,8 @@ class Watch:
     def _has_warned(self, n):
         many, some, seconds = PATIENCE
         took = monotonic() - self.start
-        if n < many and (n < some or took < seconds):
+        is_slow = n >= some and took >= seconds
+        if n < many and not is_slow:
             return False
         log.warning(
             f"{self.name} has read {n:,} items in {took:.0f} seconds and has yielded none. "

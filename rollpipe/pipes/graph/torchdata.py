@@ -43,8 +43,8 @@ def _of_torchdata():
                 raise  # torchdata exists, but lacks a module that it needs
             return None
 
-    # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is
-    # in use, and workers cannot be forked.
+    # torchdata draws the same number as `torchs_seed`. But it saves the generators of all GPUs
+    # before, so CUDA is in use afterwards, and workers cannot be forked.
     seeds: Any = importlib.import_module("torchdata.dataloader2.random.seed_generator")
     seeds._get_torch_random_seed = torchs_seed
     return {**vars(graph), **vars(loader)}

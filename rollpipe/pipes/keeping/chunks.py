@@ -148,13 +148,12 @@ def _name_of(data):
 
 
 def chunk_names(path: str | Path) -> list:
-    """The names of chunks in the header of a safetensors file, which begins with its number of
-    bytes.
-    """
+    "The names of chunks in the header of a safetensors file."
     try:
         n_bytes = regular_size(path)
         with open(path, "rb") as file:
-            # A damaged file may claim any size of its header.
+            # The file begins with the number of bytes of its header. If it is damaged, this may be
+            # any number.
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, n_bytes))
     except (OSError, DataError) as e:
@@ -178,48 +177,53 @@ class RowChanges:
     """
 
     def __init__(self, rows: np.ndarray):
-        self.size = max(1, CHUNK // max(1, rows.itemsize))
+        self.size = max(1, CHUNK // max(1, rows.itemsize))  # rows in a chunk
+        # of each chunk: did it change since it was saved?
         self.changed = np.zeros(0, bool)
+        # of each chunk: the name of its file; None: it has only zeros, or is in no file yet
         self.names = []
         self.resize(0, len(rows))
 
     def resize(self, n: int, larger: int) -> None:
         "The array has become larger: it had `n` rows, and has now `larger` rows."
-        more = -(-larger // self.size) - len(self.names)
+        n_new = _n_chunks(larger, self.size) - len(self.names)
         if n % self.size:
             self.changed[-1] = True  # this chunk becomes longer
-        self.changed = np.append(self.changed, np.zeros(more, bool))
-        self.names = self.names + [None] * more
+        self.changed = np.append(self.changed, np.zeros(n_new, bool))
+        self.names = self.names + [None] * n_new
 
     def mark(self, index: Any) -> None:
         "Rows have changed: those of a slice, or int64 `[n]`."
         if isinstance(index, slice):
-            end = -(-index.stop // self.size)
+            end = _n_chunks(index.stop, self.size)
             self.changed[index.start // self.size : end] = True
         else:
             self.changed[index // self.size] = True
 
     def save(self, rows: np.ndarray, chunks: ChunkFolder | None = None) -> dict:
-        """The state of the rows, as plain data: their number `n`, the `size` of a chunk, and for
-        each of the `chunks` the name of its file, or None for zeros.
+        """The state of the rows, as plain data: their number `n`, the rows in a chunk (`size`), and
+        for each of the `chunks` the name of its file, or its bytes, or None for zeros.
 
         Args:
             rows: the array
             chunks: gets the chunks that changed, or that it lacks, and has to `sync` them; None:
                 the state has the bytes of the chunks
         """
-        names = []
+        saved: list = []
         for k, name in enumerate(self.names):
-            if name is not None or self.changed[k]:
-                chunk = self._bytes_in(rows, k)
-                if chunks is None:
-                    name = torch.from_numpy(chunk.copy())
-                elif self.changed[k] or name not in chunks.names:
-                    name = chunks.write(chunk)
-                    self.names[k] = name
-                    self.changed[k] = False
-            names.append(name)
-        return dict(n=len(rows), size=self.size, chunks=names)
+            # A chunk that was never saved and has not changed has only zeros.
+            if name is None and not self.changed[k]:
+                saved.append(None)
+                continue
+            chunk = self._bytes_in(rows, k)
+            if chunks is None:
+                saved.append(torch.from_numpy(chunk.copy()))
+                continue
+            if self.changed[k] or name not in chunks.names:
+                self.names[k] = chunks.write(chunk)
+                self.changed[k] = False
+            saved.append(self.names[k])
+        return dict(n=len(rows), size=self.size, chunks=saved)
 
     def load(self, rows: np.ndarray, state: dict, chunks: ChunkFolder | None = None) -> None:
         """Give rows of zeros what `save` returned.
@@ -233,27 +237,26 @@ class RowChanges:
             CheckpointError: the state does not fit, or a chunk is missing or damaged
         """
         size = int(state["size"])
-        names = state["chunks"]
-        n_chunks = -(-len(rows) // size)
-        if len(rows) != state["n"] or len(names) != n_chunks:
+        saved = state["chunks"]
+        if len(rows) != state["n"] or len(saved) != _n_chunks(len(rows), size):
             raise CheckpointError(
                 "rows of another array",
                 expected=f"{len(rows)} rows",
-                got=f"{state['n']} rows, {len(names)} chunks",
+                got=f"{state['n']} rows, {len(saved)} chunks",
             )
 
         # A chunk whose bytes are in the state is in no file yet.
         self.size = size
-        self.names = [name if isinstance(name, str) else None for name in names]
-        self.changed = np.array([isinstance(x, torch.Tensor) for x in names], bool)
-        for k, name in enumerate(names):
-            if name is None:
+        self.names = [x if isinstance(x, str) else None for x in saved]
+        self.changed = np.array([isinstance(x, torch.Tensor) for x in saved], bool)
+        for k, x in enumerate(saved):
+            if x is None:
                 continue
-            chunk = _bytes_of(name, chunks)
+            chunk = _bytes_of(x, chunks)
             into = self._bytes_in(rows, k)
             if len(chunk) != len(into):
                 raise CheckpointError(
-                    f"{_label(name)}: rows of another array",
+                    f"{x if isinstance(x, str) else 'a chunk'}: rows of another array",
                     expected=f"{len(into)} bytes",
                     got=f"{len(chunk)} bytes",
                 )
@@ -265,25 +268,29 @@ class RowChanges:
         return rows[begin : begin + self.size].view(np.uint8)
 
 
-def _label(name):
-    return name if isinstance(name, str) else "a chunk"
+def _n_chunks(n, size):
+    "The number of chunks of `size` rows in `n` rows. The last one may be shorter."
+    return -(-n // size)
 
 
-def _bytes_of(name, chunks):
-    if isinstance(name, torch.Tensor):
-        return name.numpy()
+def _bytes_of(saved, chunks):
+    "The bytes of a chunk, which are in the state, or in the file that it names."
+    if isinstance(saved, torch.Tensor):
+        return saved.numpy()
     if chunks is None:
         raise CheckpointError(
-            f"{name}: the state names chunks", expected="their `ChunkFolder`", got="None"
+            f"{saved}: the state names chunks", expected="their `ChunkFolder`", got="None"
         )
-    return chunks.read(name)
+    return chunks.read(saved)
 
 # %% ../../../nbs/pipes/01_keeping/03_chunks.ipynb #467f2797
+# A state may name this class, and `restore_object` then makes such a queue.
 @may_be_new
 class RowQueue:
     """A queue of rows, which are numbered from 0 for good.
 
-    `append` adds at the end, `drop` removes at the beginning, `cut` copies a column.
+    `append` adds at the end, and `drop` removes at the beginning. `cut` removes nothing: it copies
+    a column of some rows.
     """
 
     def __init__(self):

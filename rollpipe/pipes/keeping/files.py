@@ -114,15 +114,18 @@ def _store(tensor, tensors, name):
     while name in tensors:
         name += "'"  # both tensors of {"a.b": x, "a": {"b": y}} would be called "a.b"
 
-    # A product of the same matrices differs in the last bit if their strides or addresses do. An
-    # expanded dimension is stored once.
+    # A product of the same matrices differs in the last bit if their strides or addresses do, so
+    # unusual ones are kept. Of a tensor that overlaps itself, only the values are.
     x = tensor.detach()
     shift = x.data_ptr() % LINE if x.is_cpu and x.numel() else 0
-    is_plain = x.is_contiguous() and not shift or _overlaps(x)
-    few = x
+    is_usual = x.is_contiguous() and not shift
+    is_plain = is_usual or _overlaps(x)
+
+    # An expanded dimension, with the stride 0, is stored once.
+    once = x
     if not is_plain:
-        few = x[tuple(slice(None if stride else 1) for stride in x.stride())]
-    tensors[name] = torch.empty(few.shape, dtype=x.dtype).copy_(few)
+        once = x[tuple(slice(None if stride else 1) for stride in x.stride())]
+    tensors[name] = torch.empty(once.shape, dtype=x.dtype).copy_(once)
     return name if is_plain else [name, list(x.shape), list(x.stride()), shift]
 
 
@@ -216,22 +219,25 @@ def _known_class(name, base):
 
 
 def _stored(place, tensors, most):
+    "The tensor that `_store` gave this place: a name, perhaps with shape, strides and address."
     if isinstance(place, str):
         return tensors[place]
     name, shape, strides, shift = place
     x = tensors.pop(name)  # it is spread once, as `encode` has named it once
-    few = [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
-    last = sum((n - 1) * stride for n, stride in zip(few, strides))
+
+    # Expanded dimensions are stored once. `span` is how far the last element is from the first.
+    stored_shape = [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
+    last = sum((n - 1) * stride for n, stride in zip(stored_shape, strides))
     span = x.itemsize * last
     fits = shift in range(LINE) and 0 <= span <= most
-    if list(x.shape) != few or not fits:
+    if list(x.shape) != stored_shape or not fits:
         raise ValueError(f"the strides {strides} do not fit a tensor of shape {list(x.shape)}")
 
     # Memory of torch begins at a border of `LINE`, so `shift` bytes later is the address of before.
     begin = shift // x.itemsize
     n = span // x.itemsize + 1
     memory = torch.empty(begin + n, dtype=x.dtype)
-    return memory.as_strided(few, strides, begin).copy_(x).expand(shape)
+    return memory.as_strided(stored_shape, strides, begin).copy_(x).expand(shape)
 
 
 def _stored_array(tensors, most, place, descr=None, shape=()):

@@ -146,7 +146,7 @@ class MeasuredTime:
     def steps_per_s(self) -> float | None:
         "Environment steps per second; None if the number of steps is unknown."
         steps = self.end.steps - self.begin.steps
-        if not self.n_items or not self.duration or steps != steps:
+        if not self.n_items or not self.duration or math.isnan(steps):
             return None
         return steps / self.duration
 
@@ -231,8 +231,8 @@ def profile(
     """
     _check(pipe, seconds, reading_service, update)
 
-    # A copy of the graph, as it would run in a training, which may continue with its own scale of
-    # rewards.
+    # A copy of the graph, as it would run in a training. Its scale of rewards is a copy, too, so a
+    # training that continues has the scale of before.
     service = _copy_of_service(reading_service or ProcessReading(0))
     graph = service.initialize(copy_graph(pipe))
     for scaler in find(graph, RewardScaler):

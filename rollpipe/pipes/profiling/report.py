@@ -81,19 +81,23 @@ def stage_figures(
     Returns:
         list: `StageFigures`, one for each pipe
     """
-    # Differences between both readings; see `Account.sums` for their rows.
+    # Differences between both readings. Their five rows are own times, waiting times, numbers of
+    # items, bytes of the measured items, and numbers of measured items.
     here = after.here - before.here
     workers = np.zeros_like(here)
     for name, sums in after.workers.items():
         workers += sums - before.workers.get(name, 0)
 
-    # Sizes are measured seldom, so all that were measured count.
-    _, _, _, sizes, sized = sum(after.workers.values(), after.here)
-    mean_sizes = sizes / np.maximum(1, sized)
+    # Sizes are measured seldom, so those before this measurement count, too.
+    of_all_processes = sum(after.workers.values(), after.here)
+    n_bytes = of_all_processes[3]
+    n_measured = of_all_processes[4]
+    mean_sizes = n_bytes / np.maximum(1, n_measured)
 
     figures = []
     for i, place in enumerate(places):
-        # Per second of this process, or of all workers together.
+        # Per second of this process, or of all workers together. At each moment, a worker's time
+        # counts for one stage, so the own times of all stages are its whole time.
         in_workers = place == "workers"
         sums = workers[:3] if in_workers else here[:3]
         time = workers[0].sum() if in_workers else seconds
@@ -127,7 +131,8 @@ def slowest_of(figures: list) -> int | None:
     if slowest is None or not shares[slowest]:
         return None
 
-    # This process waits most of all for its workers, which collect at least half of that time.
+    # This process waits most of all for its workers. If they collect for at least half as large a
+    # share of their own time, a stage of theirs is the slowest; else it is the exchange with them.
     in_workers = [i for i, x in enumerate(figures) if x.place == "workers"]
     collecting = sum(shares[i] for i in in_workers)
     if figures[slowest].place == "seam" and collecting >= shares[slowest] / 2:
@@ -306,7 +311,7 @@ class Setting(NamedTuple):
         n_envs: environments that are stepped together; None: unknown
         lanes: number of lanes
         workers: number of workers; 0: the lanes ran in this process
-        lag: of the workers
+        lag: learner updates between collecting and consuming; None: no limit
         cores: number of processor cores that this process may use
         engine: engine that runs the actor; None: there is no choice
         seam: index of the stage `Lanes`; None: there is none

@@ -418,7 +418,7 @@ class Record(NamedTuple):
     Args:
         n: its number
         item: the item
-        asked: the answers to what it was asked for, in order
+        asked: the answers that it gave to pipes and learners below, in order; see `asking`
     """
 
     n: int
@@ -441,7 +441,7 @@ def records_in(file: ItemFile) -> Iterator[Record]:
         except Exception as e:
             raise CheckpointError(f"{file.path}: damaged, or not a recording ({e})") from None
 
-    # Each part is an item, with the list of what it was asked for.
+    # Each part is an item, with the list of its answers.
     parts = from_safetensors(file.path, "recording", FORMAT, data, limit)
     expected = {*map(str, range(file.first, file.end))}
     are_pairs = all(isinstance(x, list) and len(x) == 2 for x in parts.values())
@@ -459,7 +459,7 @@ _log = logging.getLogger("rollpipe")
 
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #98cda5d0
 class AskedSource(TickSource):
-    """The source of a tick, whose answers are reported.
+    """The source of a tick, which reports each of its answers.
 
     Args:
         source: the source
@@ -500,7 +500,9 @@ def without_objects(item: Any) -> Any:
 
 
 def asking(item: Any, tell: Any) -> Any:
-    """The item, which reports the answers to what it is asked for.
+    """The item, which reports each answer that it gives to those who ask it for more.
+
+    A `Tick` answers with the actor's reactions, and a `Replayed` with samples.
 
     Args:
         item: an item of any pipe

@@ -81,8 +81,8 @@ def _lane_name(lane):
 
 def _lane_of(part) -> Any:
     "The number of the lane whose folder this is; None if it is that of no lane."
-    number = part.name[len("lane-") :]
-    return int(number) if number.isdigit() else None
+    prefix, _, number = part.name.partition("-")
+    return int(number) if prefix == "lane" and number.isdigit() else None
 
 
 def records_of_folder(
@@ -95,22 +95,21 @@ def records_of_folder(
     Args:
         folder: one of `parts_in`
         start: number of the first item; None: the first one in the folder
-        damaged: 'refuse': raise the error; 'skip': leave out what is damaged or missing, and say so
-            in the log; or a function that gets the error instead
+        damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function
+            that gets the error instead
     """
     for file in item_files(folder):
-        # The items that are looked for begin with `start`.
         if start is not None and file.end <= start:
             continue
-        if start is not None and file.first > start:
-            problem = f"{folder}: items {start} to {file.first - 1} are missing"
-            _report(CheckpointError(problem), damaged)
-
         records = []
         try:
+            if start is not None and file.first > start:
+                problem = f"{folder}: items {start} to {file.first - 1} are missing"
+                _report(CheckpointError(problem), damaged)
             records = list(records_in(file))
         except CheckpointError as e:
             _report(e, damaged)
+
         for record in records:
             if start is None or record.n >= start:
                 yield record

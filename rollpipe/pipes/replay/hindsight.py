@@ -103,8 +103,9 @@ class GoalRules:
         try:
             n, *goal = achieved.shape
 
-            # One call for all steps, if the method can. A step may come twice, so that an answer of
-            # the length of a goal, by a method for one step, is no answer for all.
+            # One call for all steps, if the method can. A method for one step might answer with as
+            # many numbers as a goal has. So steps are repeated until their number is no size of a
+            # goal, and only an answer of this length is one for all steps.
             lengths = range(n, n + len(goal) + 1)
             length = next(k for k in lengths if k not in goal)
             at = np.arange(length) % max(1, n)

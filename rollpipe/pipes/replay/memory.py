@@ -371,7 +371,11 @@ class ReplayMemory:
                 expected=f"capacity >= length={self.length}",
                 got=f"capacity={self.capacity}",
             )
-        bytes_of_step = LEAST_BYTES * (path is None) + 16 * prioritized
+
+        # The least memory that steps need, unless they are in a file, and that of priorities
+        bytes_of_step = 16 if prioritized else 0
+        if path is None:
+            bytes_of_step += LEAST_BYTES
         check_memory(
             f"capacity={self.capacity:,}",
             self.capacity * bytes_of_step,

@@ -283,7 +283,7 @@ class TensorInteraction(TickSource):
             obs=obs,
             act=act,
             rew=zeros,
-            fin=zeros == 0,
+            fin=torch.ones_like(zeros, dtype=torch.bool),
         )
 
         # The actor is asked once, because only it knows the dtypes of its actions.
@@ -298,7 +298,8 @@ class TensorInteraction(TickSource):
             virtual=True,
         )
         act = nested.map(lambda x: torch.zeros_like(x[0]), act)
-        self.last = state._replace(act=act), zeros > 0
+        term = torch.zeros_like(state.fin)
+        self.last = state._replace(act=act), term
         self.hx = self._initial(hx)
 
     def _initial(self, hx):
@@ -470,7 +471,8 @@ class TensorInteraction(TickSource):
 
         # The observations, in the dtypes of the fragment
         leaves, hx = ends.take(counts, b)
-        obs = nested.flatten(state.obs)[1].unflatten(leaves)
+        _, structure = nested.flatten(state.obs)
+        obs = structure.unflatten(leaves)
         obs = nested.map(
             lambda x, like: x.to(like.dtype),
             obs,

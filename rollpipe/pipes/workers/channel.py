@@ -108,8 +108,8 @@ def send_exception(link: Any, e: BaseException, where: str) -> None:
     A `SystemExit` is sent as a warning, which says who has called `sys.exit`. As an error it would
     end the learner's program.
 
-    Only here the end of the parent is detected. Elsewhere an `EOFError` may also come from a
-    connection or file of the user.
+    Only here a broken connection is taken for the end of the parent. Around the code of a user it
+    may be an error of the user's own connection or file.
 
     Args:
         link: the connection to the parent
@@ -266,7 +266,7 @@ class _Block:
         self.specs = specs  # for each holder, `(dtype, shape)` of its tensors
         self.n_modes = n_modes  # for each holder, the number of its modules
         self.depth = depth
-        # The number of the latest publication comes before the buffers.
+        # The number of the latest publication comes before the buffers, in 64 bytes of its own.
         self.memory = SharedMemory(64 + depth * self._buffer_size())
         self._map()
         for buffer in self.buffers:
@@ -315,7 +315,7 @@ class _Block:
     def bytes_of(self, publication):
         "The memory of the buffer for this publication."
         size = self._buffer_size()
-        start = 64 + publication % self.depth * size
+        start = 64 + (publication % self.depth) * size
         return self.memory.view()[start : start + size]
 
     def __getstate__(self):
@@ -567,7 +567,7 @@ class WeightSubscriber:
             if number == self.publication:
                 return number
             buffer = block.buffers[number % block.depth]
-            self.publication = -1
+            self.publication = -1  # until the copies are complete
             if buffer.publication[0] != number:
                 continue
             _fence()

@@ -187,8 +187,8 @@ def _forget_guard(kill=False):
 
     # As long as nobody has waited for its end, no other process has its id.
     try:
-        still_runs = os.waitpid(present.pid, os.WNOHANG)[0] == 0
-        if still_runs and kill:
+        ended_pid, _ = os.waitpid(present.pid, os.WNOHANG)  # 0: it still runs
+        if ended_pid == 0 and kill:
             os.kill(present.pid, signal.SIGKILL)
             os.waitpid(present.pid, 0)
     except OSError:

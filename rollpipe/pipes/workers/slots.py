@@ -206,6 +206,7 @@ def _call_when_gone(arrays, function):
         if n_alive == 0:
             function()
 
+    # Nobody needs the slot when the process ends.
     for x in arrays:
         weakref.finalize(x, count_deleted).atexit = False
 
@@ -456,7 +457,8 @@ class SlotWriter:
         "Reserve memory for `size` bytes of the item's own arrays."
         self.end = self.start + size
         if self.end > self.memory.size:
-            self.memory.reserve(self.end + -size % 2**16)
+            spare = -size % 2**16  # up to the next multiple of 64 KiB
+            self.memory.reserve(self.end + spare)
 
     def _write_pickled(self, item) -> Reply:
         """Write an item that has more than arrays and containers.
@@ -493,7 +495,8 @@ def slots_spanned(n_items: int, width: int) -> int:
 
     The first item may have any of the `width` positions of its slot.
     """
-    return -(-(n_items + width - 1) // width)
+    n_positions = width - 1 + n_items
+    return -(-n_positions // width)  # rounded up
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #9f0bae32
 class SlotPool:
@@ -518,7 +521,7 @@ class SlotPool:
         self.free = deque(range(n_slots))  # indices of slots
         self.returned = deque()  # index of the slot of each item that was given back
         self.filling = None  # index of the slot that is being filled
-        self.position = width  # its next position
+        self.position = width  # its next position; `width`: it is full, or there is none
         self.last_read = None  # `(slot, format, position, layout)`
 
     def _take_back(self):
