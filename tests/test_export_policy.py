@@ -706,3 +706,13 @@ def test_export_of_what_is_not_there(words, text, tmp_path, capsys):
     assert main([*train.split(), str(tmp_path / "RUN")]) == 0
     assert main(words.replace("RUN", str(tmp_path / "RUN")).split()) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_torch_that_cannot_write_onnx_is_named_with_another_format(tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    actor = MLPPolicy.for_env("CartPole-v1", hidden=(4,), seed=0)
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    with pytest.raises(DataError, match="Expected torch 2.7 or later, .*torchscript, got 2.6.0"):
+        export_policy(actor, tmp_path / "policy.onnx")
+    export_policy(actor, tmp_path / "policy.pt", "torchscript")
+    assert (tmp_path / "policy.pt").is_file() and not (tmp_path / "policy.onnx").exists()

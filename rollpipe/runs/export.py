@@ -183,6 +183,13 @@ def _to_onnx(policy, inputs, note):
         raise ImportError(
             "writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'"
         ) from None
+    # Before, it takes no number of observations that may change, or refuses some policies.
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 7):
+        raise DataError(
+            "this torch cannot write such an ONNX file",
+            expected="torch 2.7 or later, or another format: torchscript",
+            got=torch.__version__,
+        )
     with hushed():
         program = torch.onnx.export(
             policy,
