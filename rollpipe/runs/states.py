@@ -113,7 +113,8 @@ def edited(run: Any, *edits: Callable) -> Any:
 def kept_states(run: Any) -> dict:
     """The states of pipes that a checkpoint of a run keeps.
 
-    They are those of its pipes that learn, and those whose pipes are not yet in the pipeline.
+    The pipes that learn have states. So has a pipe that an edit of Python will insert later: its
+    state waits for it.
 
     Args:
         run: a `Run`

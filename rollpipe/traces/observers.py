@@ -187,7 +187,7 @@ class Observers:
             yield
 
     def around(self, update: Callable) -> Callable:
-        "The function that makes an update, as all observers see it."
+        "The function that makes an update, with what each observer puts around it."
         for observer in self.all:
             update = observer.around(update)
         return update
