@@ -119,9 +119,9 @@ class RewardScaler(Pipe):
     `Lanes` each lane has its own. Each iteration starts with a new scale, or with the scale from
     `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
-    The actor sees the unscaled rewards. So this pipe raises `GraphError` for an actor that uses them
-    (`uses_past`), unless the scale is 1; there, scale them in the environment. It also raises it if
-    a pipe above adds rewards (`adds_rewards`), as `RND` does.
+    The actor sees the unscaled rewards. So this pipe raises `GraphError` for an actor that uses
+    them (`uses_past`), unless the scale is 1; there, scale them in the environment. It also raises
+    it if a pipe above adds rewards (`adds_rewards`), as `RND` does.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
