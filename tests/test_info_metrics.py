@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from command_line import rollpipe
+from test_mailbox import trained as train_with_edits
 
 from rollpipe.agents import EpisodeInfos
 from rollpipe.layers import MLPPolicy
@@ -11,6 +12,7 @@ from rollpipe.pipes import rollouts
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import fork, make_config, read_metrics, resume, start, train
 from rollpipe.runs.asking import view
+from rollpipe.runs.moments import verify
 
 N_STEPS = 7
 NAMES = [
@@ -106,6 +108,24 @@ def test_an_open_episode_goes_on_in_a_resumed_run(tmp_path):
     two = read_metrics(parts)
     for name in NAMES:
         np.testing.assert_array_equal(one[name], two[name])
+
+
+def test_a_run_is_verified_edited_and_forked_with_the_numbers_of_its_infos(tmp_path):
+    "The fork begins between two checkpoints, and within episodes."
+    config = config_of(checkpoint_every=2, keep=5)
+    plain = trained(tmp_path / "plain", config)
+    assert verify(plain).is_equal
+    whole = read_metrics(plain)
+
+    edited = start(tmp_path / "edited", config)
+    train_with_edits(edited, {3: [dict(set=dict(lr=0.01))]})
+    assert [event["event"] for event in edited.history][-1] == "edited"
+    new = fork(plain, tmp_path / "fork", 3)
+    train(resume(new), progress=False, tensorboard=False)
+    for folder in (edited.folder, new):
+        metrics = read_metrics(folder)
+        for name in NAMES:
+            np.testing.assert_array_equal(metrics[name][-3:], whole[name][-3:])
 
 
 def test_a_fork_with_new_episodes_may_ask_for_other_infos(tmp_path):

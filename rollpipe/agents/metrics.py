@@ -7,9 +7,9 @@ __all__ = ['METRICS', 'LONGEST_NAME', 'OF_THE_LOOP', 'check_metrics', 'near_metr
            'EpisodeInfos']
 
 # %% ../../nbs/agents/00_metrics.ipynb #ac9b36d5
+import itertools
 import logging
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -363,10 +363,9 @@ class EpisodeInfos:
         self._begin()
 
     def _begin(self):
-        "No numbers yet. Each name has lists, of which each is the numbers of one fragment."
-        self._steps = {name: [] for name in self.names}
-        self._sums = {name: [] for name in self.names}
-        self._lasts = {name: [] for name in self.names}
+        "No numbers yet: name of a metric -> list, with an array for each fragment."
+        metrics = itertools.product(self.names, ("mean", "sum", "last"))
+        self._numbers = {f"info/{name}_{ending}": [] for name, ending in metrics}
 
     def add(self, fragment: Fragment) -> None:
         """Account for one fragment.
@@ -376,6 +375,8 @@ class EpisodeInfos:
         Args:
             fragment: as for `EpisodeReturns.add`; its `env` is read, too
         """
+        if not self.names:
+            return
         is_end = (fragment.state.fin[1:] & fragment.valid).cpu().numpy()
         for name in self.names:
             values, is_reported = _info_of(fragment, name)
@@ -386,9 +387,10 @@ class EpisodeInfos:
             # Where an environment has nothing to report, it adds nothing to the sum. But the sum of
             # what nobody has ever reported is no number.
             if name in self._known:
-                self._steps[name].append(values[is_reported])
-                self._sums[name].append(np.array([end.ret for end in ends], float))
-                self._lasts[name].append(values[is_reported & is_end])
+                sums = np.array([end.ret for end in ends], float)
+                self._numbers[f"info/{name}_mean"].append(values[is_reported])
+                self._numbers[f"info/{name}_sum"].append(sums)
+                self._numbers[f"info/{name}_last"].append(values[is_reported & is_end])
 
         # An info that is reported in the last step of an episode has come by now.
         unknown = [name for name in self.names if name not in self._known]
@@ -406,16 +408,15 @@ class EpisodeInfos:
 
         A metric is absent if there was nothing to take the mean of.
         """
-        lists_of = dict(mean=self._steps, sum=self._sums, last=self._lasts)
-        parts = ranks.gathered_objects(lists_of)
+        if not self.names:
+            return {}  # without asking the other ranks
+        parts = ranks.gathered_objects(self._numbers)
         self._begin()
         summary = {}
-        for name in self.names:
-            for ending in lists_of:
-                lists = [part[ending][name] for part in parts]
-                numbers = list(chain.from_iterable(lists))
-                if any(map(len, numbers)):
-                    summary[f"info/{name}_{ending}"] = np.concatenate(numbers).mean()
+        for metric in self._numbers:
+            arrays = list(itertools.chain.from_iterable(part[metric] for part in parts))
+            if any(map(len, arrays)):
+                summary[metric] = np.concatenate(arrays).mean()
         return check_metrics(summary, own=True)
 
 

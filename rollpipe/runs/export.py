@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ..pipes.data import nested
 from ..pipes.data.errors import ActorError, DataError
@@ -184,7 +185,7 @@ def _to_onnx(policy, inputs, note):
             "writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'"
         ) from None
     # Before, it takes no number of observations that may change, or refuses some policies.
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 7):
+    if TorchVersion(torch.__version__) < (2, 7):
         raise DataError(
             "this torch cannot write such an ONNX file",
             expected="torch 2.7 or later, or another format: torchscript",

@@ -344,7 +344,7 @@ def _iterated(run: Run, lines: set, since: int | None) -> Iterator[Moment]:
         reading(run) as (batches, _, graph),
         journal_of(run) as updates.journal,
     ):
-        run.stream.begin(graph, updates.episodes)
+        run.stream.begin(graph, *updates.accounts)
         updates.journal.open()  # also if no update follows; the folder is nobody else's
         updates.start_clock()
 

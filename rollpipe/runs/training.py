@@ -166,6 +166,14 @@ class Updates:
         self.record = {}  # of the last update
         self.signals = []  # that have arrived, and that the ranks have not agreed on yet
 
+    @property
+    def accounts(self) -> list:
+        """What follows the batches, and is kept in the state of the stream.
+
+        A run without infos has no account of them, so its state is as it was before there were any.
+        """
+        return [self.episodes, self.infos] if self.infos.names else [self.episodes]
+
     def start_clock(self) -> None:
         self.begun = self.waiting = perf_counter()
 
@@ -356,9 +364,7 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
     """
     run = updates.run
     if run.stream:
-        # A run without infos has a state without their account, as those of before.
-        accounts = [updates.episodes, *[updates.infos] * bool(updates.infos.names)]
-        run.stream.begin(graph, *accounts)
+        run.stream.begin(graph, *updates.accounts)
     try:
         yield
     finally:
