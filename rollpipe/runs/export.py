@@ -185,7 +185,7 @@ def _to_onnx(policy, inputs, note):
             "writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'"
         ) from None
     # Before, it takes no number of observations that may change, or refuses some policies.
-    if TorchVersion(torch.__version__) < (2, 7):
+    if TorchVersion(torch.__version__) < TorchVersion("2.7"):
         raise DataError(
             "this torch cannot write such an ONNX file",
             expected="torch 2.7 or later, or another format: torchscript",
