@@ -330,6 +330,15 @@ class Actor(torch.nn.Module):
 
         return nested.map(zeroed, hx)
 
+    @property
+    def seen_space(self) -> Any:
+        "The space of the observations that `predict` and exported files need."
+        return self.observation_space
+
+    def seen(self, obs: Any) -> Any:
+        "The part of the observations that the actor sees, nested as `seen_space` is."
+        return obs
+
     def predict(
         self: Any,
         obs: Any,
@@ -345,7 +354,8 @@ class Actor(torch.nn.Module):
         `deterministic` makes no difference.
 
         Args:
-            obs: observation of one environment, or of `n` [n, ...], as gymnasium returns it
+            obs: observation of one environment, or of `n` [n, ...], as gymnasium returns it;
+                entries that the actor does not see may be missing
             state: state that the previous call returned; None: new episodes begin
             deterministic: no noise, the most likely action
             episode_start: bool, or bools [n]: where a new episode begins; `state` is ignored there
@@ -376,7 +386,7 @@ class Actor(torch.nn.Module):
             )
 
         # The observation as a batch, in which every environment has an allowed action
-        batch, is_single = _as_batch(obs, self.observation_space)
+        batch, is_single = _as_batch(self.seen(obs), self.seen_space)
         n = len(nested.leaves(batch)[0])
         if self.action_mask is not None:
             stuck = self.action_mask.find(batch)

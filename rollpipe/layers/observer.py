@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from operator import index
@@ -191,6 +191,7 @@ class Torso(ForSpaces, FastModule):
     obs_norm: RunningNorm | None
     trunk: MLP
     action_mask: ActionMask | None = None
+    sees: tuple | None = None  # entries of the observations; None: all
 
     def make_torso(
         self,
@@ -203,6 +204,7 @@ class Torso(ForSpaces, FastModule):
         normalize: bool = True,
         activation: str | type = "tanh",
         encoder: dict | Callable | None = None,
+        sees: tuple[str, ...] | None = None,
     ) -> Any:
         """Make the encoder and the normaliser; returns the perceptron behind them.
 
@@ -220,13 +222,17 @@ class Torso(ForSpaces, FastModule):
             activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
             encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
                 module
+            sees: entries of Dict observations that the network sees; None: all
 
         Raises:
             SpaceError: there is no encoder for the space.
-            DataError: `encoder` is neither, or `hidden` are no sizes.
+            DataError: `encoder` is neither, `hidden` are no sizes, or `sees` are no entries.
         """
         # A copy, because an environment draws from its own spaces
         self.observation_space = copy.deepcopy(observation_space)
+        if sees is not None:
+            self.sees = _checked_entries(sees, observation_space)
+            observation_space = gym.spaces.Dict({key: observation_space[key] for key in self.sees})
         if callable(encoder) and not isinstance(encoder, nn.Module):
             self.encoder = encoder(observation_space)
         else:
@@ -277,11 +283,31 @@ class Torso(ForSpaces, FastModule):
         """
         return x if self.action_mask is None else self.action_mask.masked(x, obs)
 
+    @property
+    def seen_space(self) -> Any:
+        "The space of what the network sees, with the mask of the actions."
+        if self.sees is None:
+            return self.observation_space
+        return gym.spaces.Dict(self.seen(self.observation_space.spaces))
+
+    def seen(self, obs: Any) -> Any:
+        "What the network sees of the observations, with the mask of the actions."
+        if self.sees is None or not isinstance(obs, Mapping):
+            return obs
+        mask = [] if self.action_mask is None else [self.action_mask.name]
+        return {key: obs[key] for key in (*self.sees, *mask) if key in obs}
+
+    def _encoder_inputs(self, obs):
+        "What the encoder gets of the observations."
+        if self.action_mask is not None:
+            obs = self.action_mask.rest(obs)
+        return obs if self.sees is None else {key: obs[key] for key in self.sees}
+
     def features(self, obs: Any) -> Tensor:
         "Normalised features `[*lead, n]` of the observations `[*lead, ...]`."
         modules = self._modules
-        if self.action_mask is not None:
-            obs = self.action_mask.rest(obs)
+        if self.action_mask is not None or self.sees is not None:
+            obs = self._encoder_inputs(obs)
         x = modules["encoder"].forward(obs)
         norm = modules["obs_norm"]
         return x if norm is None else norm.forward(x)
@@ -303,10 +329,29 @@ class Torso(ForSpaces, FastModule):
 
         Those where `valid` `[*lead]` is False are left out.
         """
-        if self.action_mask is not None:
-            obs = self.action_mask.rest(obs)
         if self.obs_norm is not None:
-            self.obs_norm.update(self.encoder(obs), valid)
+            self.obs_norm.update(self.encoder(self._encoder_inputs(obs)), valid)
+
+
+def _checked_entries(sees, space):
+    """The entries `sees` of a Dict space, in the order of the space.
+
+    Raises:
+        DataError: the space has no such entry, or none is named.
+    """
+    entries = (
+        list(getattr(space, "spaces", None) or ()) if isinstance(space, gym.spaces.Dict) else []
+    )
+    names = [sees] if isinstance(sees, str) else list(sees)
+    wrong = [name for name in names if name not in entries]
+    if wrong or not names:
+        raise DataError(
+            "a network sees entries of Dict observations",
+            leaf="sees",
+            expected=f"some of {', '.join(map(str, entries))}" if entries else "a Dict space",
+            got=repr(wrong[0]) if wrong else "none",
+        )
+    return tuple(name for name in entries if name in names)
 
 
 def _checked_options(encoder):

@@ -102,7 +102,7 @@ class PolicyFunction(torch.nn.Module):
                 f"{type(actor).__name__} does not know its environment",
                 expected="an actor made by `for_env`",
             )
-        obs = next(_samples(actor.observation_space, 2, actor.action_mask))
+        obs = next(_samples(actor.seen_space, 2, actor.action_mask))
         act = space_spec(actor.action_space, "act")
         _, state = actor.predict(obs)
 
@@ -270,7 +270,7 @@ def _check(actor, policy, run, n=3, steps=4):
     It is compared also late in an episode, for rewards, and where an episode begins.
     """
     state = None
-    samples = _samples(actor.observation_space, n, actor.action_mask)
+    samples = _samples(actor.seen_space, n, actor.action_mask)
     spec = space_spec(actor.action_space, "act")
     n_act = len(_names(spec, "act"))
     memory = ()

@@ -45,7 +45,9 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     is_tuple = isinstance(default, tuple)
-    items = f"{type(default[0]).__name__ if is_tuple and default else 'int'},..."
+    annotated = re.search(r"tuple\[(\w+), \.\.\.\]", text)
+    item = type(default[0]).__name__ if is_tuple and default else "int"
+    items = f"{annotated[1] if annotated else item},..."
 
     # What the annotation says; None alone does not say which values there are besides it.
     parts = [items if part.startswith("tuple") else part for part in re.split(r" *\| *", text)]

@@ -2,8 +2,8 @@
 
 `check_env`, `check_actor` and `check_pipe` check them by rules, each of which has a name. For
 algorithms of your own there are two environments with values in closed form, `NarrowPath` and
-`Steering`, and one that needs a memory, `Recall`. `tasks.Gates` has masks of actions,
-`tasks.BitFlip` and `tasks.PointReach` have goals.
+`Steering`. `tasks.Recall` needs a memory, `tasks.Luck` a critic that sees more than the actor.
+`tasks.Gates` has masks of actions, `tasks.BitFlip` and `tasks.PointReach` have goals.
 """
 
 from .actor_rules import *

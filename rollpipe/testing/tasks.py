@@ -14,7 +14,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['NarrowPath', 'Steering', 'Gates', 'Recall', 'BitFlip', 'PointReach']
+__all__ = ['NarrowPath', 'Steering', 'Gates', 'Recall', 'Luck', 'BitFlip', 'PointReach']
 
 # %% ../../nbs/testing/04_tasks.ipynb #4fd401b5
 class NarrowPath(gym.Env):
@@ -324,6 +324,66 @@ class Recall(gym.Env):
 
 
 gym.register("Recall-v0", "rollpipe.testing.tasks:Recall")
+
+# %% ../../nbs/testing/04_tasks.ipynb #ff192de6
+class Luck(gym.Env):
+    """At each step the action has to equal a cue, 0 or 1, which pays 1.
+
+    Each step also pays the luck of the episode, a normal number with standard deviation `scale`,
+    which no action changes. The observation is a Dict: the cue `[2]`, one-hot, and the luck `[1]`,
+    both float32. An episode never terminates: it is truncated after `length` steps. A policy that
+    is right with probability p has the value
+
+        V(luck) = (luck + p) / (1 - gamma)
+
+    Args:
+        length: number of steps of an episode
+        scale: standard deviation of the luck
+    """
+
+    action_space = Discrete(2)
+    observation_space = Dict(
+        cue=Box(0, 1, (2,), np.float32),
+        luck=Box(-np.inf, np.inf, (1,), np.float32),
+    )
+
+    def __init__(self, length: int = 16, scale: float = 10.0):
+        self.length = check_integer("length", length, pipe=self)
+        self.scale = scale
+
+    def _observation(self):
+        self.cue = int(self.np_random.integers(2))
+        return dict(cue=np.eye(2, dtype=np.float32)[self.cue], luck=self.luck)
+
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: dict | None = None,
+    ) -> tuple:
+        super().reset(seed=seed)
+        self.luck = self.np_random.normal(scale=self.scale, size=1).astype(np.float32)
+        self.n_left = self.length
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple:
+        is_right = float(int(action) == self.cue)
+        self.n_left -= 1
+        reward = is_right + float(self.luck[0])
+        return self._observation(), reward, False, self.n_left == 0, {"is_right": is_right}
+
+    def value(self, obs: Any, gamma: float, p: float = 1.0) -> Any:
+        """The value `[...]` of observations.
+
+        Args:
+            obs: a Dict as the environment's, whose luck is `[..., 1]`
+            gamma: discount factor, less than 1
+            p: probability of the right action
+        """
+        return (obs["luck"][..., 0] + p) / (1 - gamma)
+
+
+gym.register("Luck-v0", "rollpipe.testing.tasks:Luck")
 
 # %% ../../nbs/testing/04_tasks.ipynb #01176378
 class BitFlip(gym.Env):
