@@ -97,6 +97,7 @@ METRICS |= dict(
     value_mean="mean of the critic's present values over valid rows",
     minibatches="minibatches of the update, each one a step of the optimiser",
     epochs="passes over the batch in the update; the last one may be incomplete",
+    lr="learning rate at the end of the update, if it follows the divergence (`lr_kl`)",
     early_stop="1 if the update ended because approx_kl went beyond its limit, else 0",
 )
 

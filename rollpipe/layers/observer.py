@@ -231,8 +231,9 @@ class Torso(ForSpaces, FastModule):
         # A copy, because an environment draws from its own spaces
         self.observation_space = copy.deepcopy(observation_space)
         if sees is not None:
-            self.sees = _checked_entries(sees, observation_space)
-            observation_space = gym.spaces.Dict({key: observation_space[key] for key in self.sees})
+            seen_space = _restricted(observation_space, sees)
+            self.sees = tuple(seen_space.spaces)
+            observation_space = seen_space
         if callable(encoder) and not isinstance(encoder, nn.Module):
             self.encoder = encoder(observation_space)
         else:
@@ -333,25 +334,23 @@ class Torso(ForSpaces, FastModule):
             self.obs_norm.update(self.encoder(self._encoder_inputs(obs)), valid)
 
 
-def _checked_entries(sees, space):
-    """The entries `sees` of a Dict space, in the order of the space.
+def _restricted(space, sees):
+    """A Dict space with the entries `sees` alone, in the order of `space`.
 
     Raises:
         DataError: the space has no such entry, or none is named.
     """
-    entries = (
-        list(getattr(space, "spaces", None) or ()) if isinstance(space, gym.spaces.Dict) else []
-    )
+    parts = space.spaces if isinstance(space, gym.spaces.Dict) else {}
     names = [sees] if isinstance(sees, str) else list(sees)
-    wrong = [name for name in names if name not in entries]
-    if wrong or not names:
+    unknown = [name for name in names if name not in parts]
+    if unknown or not names:
         raise DataError(
             "a network sees entries of Dict observations",
             leaf="sees",
-            expected=f"some of {', '.join(map(str, entries))}" if entries else "a Dict space",
-            got=repr(wrong[0]) if wrong else "none",
+            expected=f"some of {', '.join(map(str, parts))}" if parts else "a Dict space",
+            got=repr(unknown[0]) if unknown else "none",
         )
-    return tuple(name for name in entries if name in names)
+    return gym.spaces.Dict({name: part for name, part in parts.items() if name in names})
 
 
 def _checked_options(encoder):

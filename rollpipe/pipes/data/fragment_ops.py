@@ -258,16 +258,14 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
-def columns(fragment: Fragment, index: Tensor | slice) -> Fragment:
+def columns(fragment: Fragment, index: Tensor) -> Fragment:
     """The environments `index` of a fragment, as a fragment `[T, n]`.
 
     Args:
-        index: int64 [n]: indices of environments, each at most once; or a slice, with which memory
-            is shared
+        index: int64 [n]: indices of environments, each at most once
     """
     device = fragment.valid.device
-    if isinstance(index, Tensor):
-        index = index.to(device)  # a tensor of the host takes no indices of a GPU
+    index = index.to(device)  # a tensor of the host takes no indices of a GPU
 
     # Environment -> its place in `index`, or -1
     place = torch.full(
@@ -275,7 +273,7 @@ def columns(fragment: Fragment, index: Tensor | slice) -> Fragment:
         -1,
         device=device,
     )
-    place[index] = torch.arange(len(place[index]), device=device)
+    place[index] = torch.arange(len(index), device=device)
 
     def wide(x):
         return x[:, index]
@@ -300,8 +298,23 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
     Args:
         size: environments per piece
     """
+    # The arrays are flattened once for all pieces: a learner cuts dozens of minibatches in an update.
+    wide = fragment.only(*Fragment.ROWS, *Fragment.STEPS, "hx")
+    leaves, structure = nested.flatten(wide)
+    values_of = {name: getattr(fragment, name) for name in Fragment.COLUMNS}
+    given = {name: x for name, x in values_of.items() if x is not None}
+
     for first in range(0, fragment.n_envs, size):
-        yield columns(fragment, slice(first, first + size))
+        part = slice(first, first + size)
+        piece = structure.unflatten([x[:, part] for x in leaves])
+        narrow = {name: x[part] for name, x in given.items()}
+
+        # The true last observations of its environments
+        final = fragment.final
+        if len(final.b):
+            final = nested.getitem(final, final.b // size == first // size)
+            final = final._replace(b=final.b - first)
+        yield piece._replace(final=final, **narrow)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
