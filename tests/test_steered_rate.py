@@ -1,0 +1,74 @@
+"""A learning rate that follows the divergence (`lr_kl`)."""
+
+import copy
+
+import pytest
+import torch
+
+from rollpipe import A2C, PPO, Critic, MLPPolicy, on_policy
+from rollpipe.pipes.data.errors import DataError
+
+ENV = "CartPole-v1"
+
+
+def learner_of(kind, **options):
+    actor, critic = MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=1)
+    return kind(actor, critic, seed=0, **options)
+
+
+def batches_of(agent, n):
+    pipe = on_policy(ENV, agent.actor, agent.critic, n_envs=4, n_steps=32, seed=0)
+    return [batch for _, batch in zip(range(n), pipe)]
+
+
+def divergence(agent, batch):
+    "The mean of (ratio - 1) - log(ratio) over the valid rows, from Schulman's note on estimators."
+    with torch.no_grad():
+        log_ratio = agent.actor.replay(batch)["logp"] - batch.actor["logp"][:-1]
+    terms = log_ratio.exp() - 1 - log_ratio
+    return float(terms[batch.valid].mean())
+
+
+def test_the_rate_of_a2c_follows_the_divergence_of_each_step():
+    agent = learner_of(A2C, lr=1e-3, lr_kl=1e-5)
+    rate = 1e-3
+    for batch in batches_of(agent, 8):
+        metrics = agent.update(batch)
+        moved = divergence(agent, batch)
+        if moved > 2e-5:
+            rate /= 1.5
+        elif moved < 0.5e-5:
+            rate *= 1.5
+        rate = min(max(rate, 1e-6), 1e-2)
+        assert metrics["lr"] == pytest.approx(rate, rel=1e-9)
+    assert rate != 1e-3
+
+
+@pytest.mark.parametrize("kind", [A2C, PPO])
+def test_a_steered_learner_goes_on_exactly(kind):
+    agent = learner_of(kind, lr_kl=1e-3)
+    batches = batches_of(agent, 4)
+    for batch in batches[:2]:
+        agent.update(batch)
+    state = copy.deepcopy(agent.state_dict())
+    expected = [agent.update(batch)["lr"] for batch in batches[2:]]
+
+    again = learner_of(kind, lr_kl=1e-3)
+    again.load_state_dict(state)
+    assert [again.update(batch)["lr"] for batch in batches[2:]] == expected
+    for x, y in zip(agent.actor.parameters(), again.actor.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_critic_keeps_a_rate_of_its_own():
+    agent = learner_of(PPO, lr=1e-2, critic_lr=5e-3, lr_kl=1e-6)
+    agent.update(batches_of(agent, 1)[0])
+    of_actor, of_critic = (group["lr"] for group in agent.optimizer.param_groups)
+    assert of_actor < 1e-2 and of_critic == 5e-3
+
+
+@pytest.mark.parametrize("options", [dict(lr="linear:1e-3:0:10k"), dict(decay_steps=10_000)])
+def test_a_rate_follows_one_thing(options):
+    agent = learner_of(PPO, lr_kl=0.01, **options)
+    with pytest.raises(DataError, match="the learning rate cannot follow two things"):
+        agent.update(batches_of(agent, 1)[0])
