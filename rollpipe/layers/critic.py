@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from .encoders import n_out_of
 from rollpipe.layers.mlp import (
-    MLP,
     FastModule,
+    SimBa,
     activation_for,
     check_sizes,
     merge_moments,
     moments,
+    network_for,
     orthogonal_,
     over_ranks,
 )
@@ -29,7 +30,7 @@ from .policies import UnitBox
 from ..pipes.data.errors import check_integer
 
 # %% auto #0
-__all__ = ['Critic', 'StackedMLP', 'ActionCritic', 'QVCritic']
+__all__ = ['STACKED', 'Critic', 'StackedMLP', 'StackedSimBa', 'ActionCritic', 'QVCritic']
 
 # %% ../../nbs/layers/06_critic.ipynb #fe773d9a
 _LARGEST = 10  # the factor of the last layer, and its bias, that learning can still undo
@@ -66,7 +67,7 @@ class Critic(Torso):
     """
 
     n_spaces = 1
-    net: MLP
+    net: Any
     ret_count: Tensor
     ret_mean: Tensor
     ret_var: Tensor
@@ -200,6 +201,46 @@ def _run(x, layers, activation, product):
         x = activation(product(b, x, w))
     return product(bias, x, last)
 
+# %% ../../nbs/layers/06_critic.ipynb #3b40fb6a
+class StackedSimBa(FastModule):
+    """`k` networks of residual blocks: `[N, n_in]` -> `[k, N, n_out]`, float32; see `SimBa`.
+
+    Args:
+        k: number of networks
+        n_in: size of the last input dimension
+        hidden: the width of each residual block; all are equal
+        n_out: number of outputs
+        activation: activation within each block, see `activation_for`
+    """
+
+    def __init__(
+        self,
+        k: int,
+        n_in: int,
+        hidden: tuple,
+        n_out: int,
+        activation: str | type = "relu",
+    ):
+        super().__init__()
+        check_integer("k", k, pipe=self)
+        self.networks = nn.ModuleList(SimBa(n_in, hidden, n_out, activation) for _ in range(k))
+
+    def forward(
+        self,
+        x: Tensor,
+        n: int | None = None,
+    ) -> Tensor:
+        """The outputs `[k, N, n_out]`, or those of the first `n` networks.
+
+        Args:
+            x: inputs [N, n_in]
+            n: number of networks that are evaluated, from the first on; None: all
+        """
+        return torch.stack([network(x) for network in list(self.networks)[:n]])
+
+
+STACKED = dict(mlp=StackedMLP, simba=StackedSimBa)
+
 # %% ../../nbs/layers/06_critic.ipynb #490c20b4
 @takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class ActionCritic(Torso):
@@ -227,7 +268,7 @@ class ActionCritic(Torso):
         torch.Size([2, 8])
     """
 
-    perceptron = StackedMLP  # class of the networks
+    networks: dict[str, Any] = STACKED  # name -> class of the networks
 
     def __init__(
         self,
@@ -241,7 +282,7 @@ class ActionCritic(Torso):
         check_integer("n_critics", n_critics, pipe=self)
         self.box = UnitBox(action_space, type(self).__name__)
         n_numbers = self.box.center.numel()
-        networks = partial(self.perceptron, n_critics)
+        networks = {name: partial(kind, n_critics) for name, kind in self.networks.items()}
         self.net = self.make_torso(
             observation_space,
             n_numbers,
@@ -253,7 +294,8 @@ class ActionCritic(Torso):
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."
         # A subclass's `forward`, or a network put in place of ours, need not accept `n`.
-        accepts_n = type(self).forward is ActionCritic.forward and type(self.net) is StackedMLP
+        has_own_forward = type(self).forward is not ActionCritic.forward
+        accepts_n = not has_own_forward and type(self.net) in STACKED.values()
         values = self(obs, act, 1) if accepts_n else self(obs, act)
         return values[0]
 
@@ -283,7 +325,7 @@ class ActionCritic(Torso):
 class QVCritic(ActionCritic):
     """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`.
 
-    The values of states come from a perceptron with as many hidden layers.
+    The values of states come from a network with as many hidden layers.
 
     Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
     https://arxiv.org/abs/2110.06169
@@ -301,7 +343,8 @@ class QVCritic(ActionCritic):
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **more: Any):
         super().__init__(observation_space, action_space, **more)
         n_features = n_out_of(self.encoder)
-        self.value_net = MLP(n_features, more["hidden"], 1, more["activation"])
+        network = network_for(more["network"])
+        self.value_net = network(n_features, more["hidden"], 1, more["activation"])
 
     def value(self, obs: Any) -> Tensor:
         "The values `[*lead]` of states."

@@ -19,9 +19,9 @@ from ..pipes.data.errors import DataError, check_integer, check_memory
 from ..pipes.graph.modules import bump_version, few_threads, version_of
 
 # %% auto #0
-__all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_', 'orthogonal_linear', 'linear', 'shaped',
-           'activation_for', 'FastModule', 'MLP', 'merge_moments', 'moments', 'over_ranks', 'RunningNorm',
-           'PolicyAverage']
+__all__ = ['ACTIVATIONS', 'NETWORKS', 'check_parameters', 'check_sizes', 'orthogonal_', 'orthogonal_linear', 'linear', 'shaped',
+           'activation_for', 'FastModule', 'MLP', 'ResidualBlock', 'SimBa', 'network_for', 'merge_moments', 'moments',
+           'over_ranks', 'RunningNorm', 'PolicyAverage']
 
 # %% ../../nbs/layers/01_mlp.ipynb #e84a051a
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
@@ -234,6 +234,115 @@ class MLP(FastModule):
         if last is not None:
             x = linear(last, x)
         return x if lead is None else x.view(*lead, self.n_out)
+
+# %% ../../nbs/layers/01_mlp.ipynb #86609e20
+class ResidualBlock(FastModule):
+    """`x + MLP(LayerNorm(x))` for features `[..., n]`, with a hidden layer of `4 n`.
+
+    Args:
+        n: number of features
+        activation: activation of the hidden layer, see `activation_for`
+    """
+
+    def __init__(self, n: int, activation: str | type = "relu"):
+        super().__init__()
+        self.norm = nn.LayerNorm(n)
+        self.wide = nn.Linear(n, 4 * n)
+        self.narrow = nn.Linear(4 * n, n)
+        for layer in (self.wide, self.narrow):
+            nn.init.kaiming_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self.activation = activation_for(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(linear(self.wide, self.norm(x)))
+        return x + linear(self.narrow, y)
+
+
+class SimBa(FastModule):
+    """A linear layer, residual blocks and a last normalisation, as in SimBa.
+
+    Maps float32 `[..., n_in]` to float32 `[..., n_out]`.
+
+    Source: Lee et al. 2024, *SimBa: Simplicity bias for scaling up parameters in deep reinforcement
+    learning*, https://arxiv.org/abs/2410.09754. Its inputs are normalised by running moments.
+
+    Args:
+        n_in: size of the last input dimension
+        hidden: the width of each residual block; all are equal
+        n_out: number of outputs; None: no output layer, the result has the features of the last
+            block
+        activation: activation within each block, see `activation_for`
+        gain: gain of the output layer's initial weights, if there is an output layer
+
+    Raises:
+        DataError: no block, blocks of different widths, an unknown activation, or no memory.
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers.mlp import SimBa
+        >>> SimBa(4, hidden=(64, 64), n_out=2)(torch.zeros(8, 3, 4)).shape
+        torch.Size([8, 3, 2])
+    """
+
+    last: nn.Linear | None
+
+    def __init__(
+        self,
+        n_in: int,
+        hidden: tuple = (128,),
+        n_out: int | None = None,
+        activation: str | type = "relu",
+        gain: float = 1.0,
+    ):
+        super().__init__()
+        check_sizes(n_in, hidden, n_out)
+        if len(set(hidden)) != 1:
+            raise DataError(
+                "residual blocks have one width",
+                leaf="hidden",
+                expected="the same size for each block, such as 512,512",
+                got=repr(tuple(hidden)),
+            )
+        width = hidden[0]
+        check_parameters(8 * len(hidden) * width * width, hidden=tuple(hidden))
+        self.first = orthogonal_linear(n_in, width)
+        self.blocks = nn.ModuleList(ResidualBlock(width, activation) for _ in hidden)
+        self.norm = nn.LayerNorm(width)
+        last = None if n_out is None else orthogonal_linear(width, n_out, gain)
+        self.register_module("last", last)
+        self.n_in = n_in
+        self.n_out = width if n_out is None else n_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = linear(self.first, x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return x if self.last is None else linear(self.last, x)
+
+
+NETWORKS = dict(mlp=MLP, simba=SimBa)
+
+
+def network_for(name: str, networks: dict[str, Any] = NETWORKS) -> Any:
+    """The class of a network.
+
+    Args:
+        name: 'mlp' or 'simba'
+        networks: name -> class
+
+    Raises:
+        DataError: an unknown name, or a network that does not exist here.
+    """
+    if name not in networks:
+        raise DataError(
+            "there is no such network here",
+            leaf="network",
+            expected=", ".join(networks),
+            got=repr(name),
+        )
+    return networks[name]
 
 # %% ../../nbs/layers/01_mlp.ipynb #6883cc65
 def merge_moments(

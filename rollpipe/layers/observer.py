@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .encoders import encoder_for, n_out_of
-from .mlp import MLP, FastModule, RunningNorm
+from .mlp import NETWORKS, FastModule, RunningNorm, network_for
 from ..pipes.data.action_masks import ActionMask
 from ..pipes.data.errors import DataError, describe, signature_of
 from ..pipes.envs.factories import spaces_of
@@ -189,7 +189,7 @@ class Torso(ForSpaces, FastModule):
     observation_space: Any
     encoder: nn.Module
     obs_norm: RunningNorm | None
-    trunk: MLP
+    trunk: Any  # the network behind the features
     action_mask: ActionMask | None = None
     sees: tuple | None = None  # entries of the observations; None: all
 
@@ -198,15 +198,16 @@ class Torso(ForSpaces, FastModule):
         observation_space: gym.Space,
         n_more: int = 0,
         n_out: int | None = None,
-        mlp: Callable = MLP,
+        networks: dict[str, Any] = NETWORKS,
         *,
         hidden: tuple = (64, 64),
         normalize: bool = True,
         activation: str | type = "tanh",
         encoder: dict | Callable | None = None,
         sees: tuple[str, ...] | None = None,
+        network: str = "mlp",
     ) -> Any:
-        """Make the encoder and the normaliser; returns the perceptron behind them.
+        """Make the encoder and the normaliser; returns the network behind them.
 
         Actors keep it as `trunk`. The number of features of a module that `encoder` returns must be
         known (`n_out_of`). If the module has an attribute `is_normalized` that is False, the
@@ -214,19 +215,21 @@ class Torso(ForSpaces, FastModule):
 
         Args:
             observation_space: see `encoder_for`
-            n_more: number of inputs of the perceptron besides the features of the observations
+            n_more: number of inputs of the network besides the features of the observations
             n_out: number of its outputs; None: it ends with the last hidden layer
-            mlp: class of the perceptron
-            hidden: sizes of the hidden layers
+            networks: name -> class of the network
+            hidden: sizes of the hidden layers, or of the residual blocks of a simba
             normalize: normalise observations by their running mean and standard deviation
             activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
             encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
                 module
             sees: entries of Dict observations that the network sees; None: all
+            network: mlp, or simba: residual blocks, for large networks (see `SimBa`)
 
         Raises:
             SpaceError: there is no encoder for the space.
-            DataError: `encoder` is neither, `hidden` are no sizes, or `sees` are no entries.
+            DataError: `encoder` is neither, `hidden` are no sizes, `sees` are no entries, or there
+                is no such network.
         """
         # A copy, because an environment draws from its own spaces
         self.observation_space = copy.deepcopy(observation_space)
@@ -246,7 +249,7 @@ class Torso(ForSpaces, FastModule):
         if normalize and is_raw.any():
             norm = RunningNorm(n, only=None if is_raw.all() else is_raw)
         self.register_module("obs_norm", norm)
-        return mlp(n + n_more, hidden, n_out, activation)
+        return network_for(network, networks)(n + n_more, hidden, n_out, activation)
 
     def make_masked_torso(
         self,

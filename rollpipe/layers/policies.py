@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 
 from .actor import Actor, must_define, without_past
 from .heads import Gaussian, GaussianParams, head_for, is_box_of_floats, unsupported
-from .mlp import MLP, FastModule, linear, orthogonal_linear, shaped
+from .mlp import MLP, NETWORKS, FastModule, linear, orthogonal_linear, shaped
 from .observer import ForSpaces, Torso, takes
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, SpaceError, is_between
@@ -471,7 +471,7 @@ class BoundedActor(Torso, Actor):
 
     uses_past = False
     n_params = 1  # how many numbers the head gives for each number of the action
-    perceptron = MLP  # class of the trunk
+    networks: dict[str, Any] = NETWORKS  # name -> class of the trunk
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         super().__init__()
@@ -479,7 +479,7 @@ class BoundedActor(Torso, Actor):
         self.action_space = copy.deepcopy(action_space)
         self.trunk = self.make_torso(
             observation_space,
-            mlp=self.perceptron,
+            networks=self.networks,
             **torso,
         )
         n_out = self.n_params * self.box.center.numel()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .critic import Critic
 from .encoders import encoder_for, n_out_of
 from .heads import head_for
-from .mlp import MLP, check_parameters, orthogonal_
+from .mlp import check_parameters, network_for, orthogonal_
 from .observer import Torso, takes
 from .policies import Policy
 from ..pipes.data import nested
@@ -522,7 +522,8 @@ class MemoryCritic(Critic):
         super().__init__(observation_space, **torso)
         # The network of a `Critic`, with the memory as further inputs
         n_in = self.net.n_in + memory
-        self.net = MLP(n_in, torso["hidden"], 1, torso["activation"])
+        network = network_for(torso["network"])
+        self.net = network(n_in, torso["hidden"], 1, torso["activation"])
 
     def inputs(self, obs: Any, actor: dict) -> dict:
         """The critic's input, made from observations and the actor's infos for them.

@@ -176,14 +176,14 @@ class Renormed:
 class RenormPolicy(Renormed, SquashedPolicy):
     "A `SquashedPolicy` whose hidden layers have `BatchRenorm`, as CrossQ learns it."
 
-    perceptron = RenormMLP
+    networks: dict[str, Any] = dict(mlp=RenormMLP)
 
 
 @takes(ActionCritic)
 class RenormCritic(Renormed, ActionCritic):
     "An `ActionCritic` whose layers have `BatchRenorm`, as CrossQ learns it."
 
-    perceptron = StackedRenormMLP
+    networks: dict[str, Any] = dict(mlp=StackedRenormMLP)
 
 # %% ../../../nbs/agents/14_off_policy/02_crossq.ipynb #fc207bab
 class CrossQ(SoftLearner):
