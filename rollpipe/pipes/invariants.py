@@ -14,7 +14,7 @@ import torch
 
 from .batches import AdvantageBuffer, _evaluate
 from .data import nested
-from .data.errors import DataError, check_fraction, describe, located
+from .data.errors import DataError, check_fraction, located
 from .data.fragment import Fragment, check_item
 from .data.fragment_ops import is_cut, strands
 from .envs.sources import Acting
@@ -54,13 +54,13 @@ def check_shapes(fragment: Fragment) -> None:
     rows_of = dict.fromkeys(Fragment.ROWS, T + 1) | dict.fromkeys(Fragment.STEPS, T)
     for name, rows in rows_of.items():
         tree = getattr(fragment, name)
-        for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+        for path, x in nested.items(tree, name):
             if x.shape[:2] != (rows, B):
                 raise DataError(
                     "a leaf has the wrong number of rows",
                     leaf=path,
                     expected=f"[{rows}, {B}, ...]",
-                    got=describe(x),
+                    got=x,
                 )
 
 

@@ -381,7 +381,7 @@ def count_steps(item: Any) -> int:
         raise DataError(
             "steps cannot be counted",
             expected="Ticks, Fragments or lists of them",
-            got=type(item).__name__,
+            got=type(item),
         )
     return int(item.valid.sum())
 

@@ -200,7 +200,7 @@ class _Trial:
                 return False
             return all(n in (None, m) for n, m in zip(lead, x.shape))
 
-        for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+        for path, x in nested.items(tree, name):
             if not fits(x):
                 T, B = lead
                 self.report.add(

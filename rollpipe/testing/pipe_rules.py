@@ -329,7 +329,7 @@ def _check_shapes(fragment):
     lead_of.update(dict.fromkeys(Fragment.COLUMNS, (B,)))
     for name, lead in lead_of.items():
         part = getattr(fragment, name)
-        for x, path in zip(nested.leaves(part), nested.paths(part, name)):
+        for path, x in nested.items(part, name):
             if tuple(x.shape[: len(lead)]) != lead:
                 raise DataError(
                     "wrong shape",

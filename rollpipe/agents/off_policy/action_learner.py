@@ -301,7 +301,7 @@ class ActionLearner(ReplayLearner, ByAdam):
                 f"{type(self).__name__} needs a critic of actions",
                 leaf="critic",
                 expected="an `ActionCritic`",
-                got=type(self.critic).__name__,
+                got=type(self.critic),
             )
         check_apart(self, self.actor, self.critic)
 

@@ -444,7 +444,7 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
             "infos without names have no place for the rewards",
             leaf="env",
             expected="a dict",
-            got=type(fragment.env).__name__,
+            got=type(fragment.env),
         )
 
     # Rewards that an earlier pipe has kept are the original ones.

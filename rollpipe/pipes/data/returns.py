@@ -169,7 +169,7 @@ def _check_unit(**args: float) -> None:
             raise DataError(
                 f"{name}: out of range",
                 expected="a number in [0, 1]",
-                got=describe(x),
+                got=x,
             )
 
 

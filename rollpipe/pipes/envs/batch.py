@@ -345,7 +345,7 @@ def last_obs(x: Any, like: Any) -> Any:
         like: arrays as announced by the space
     """
     x = nested.map(np.array, read_obs(x, like))
-    for path, leaf in zip(nested.paths(x, "final obs"), nested.leaves(x)):
+    for path, leaf in nested.items(x, "final obs"):
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             raise EnvError(
                 "non-finite value",

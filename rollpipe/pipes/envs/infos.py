@@ -209,7 +209,7 @@ class InfoRecorder:
             "the infos changed their form (info_keys chooses what is recorded)",
             leaf=f"info[{key!r}]",
             expected=describe(self.like[key]),
-            got=describe(column),
+            got=column,
         )
 
     def say(self, texts: dict, message: str) -> None:
@@ -322,7 +322,7 @@ class SingleInfos(InfoRecorder):
                 "an info changed its form (info_keys chooses what is recorded)",
                 env=b,
                 leaf=f"info[{key!r}]",
-                expected=describe(one),
+                expected=one,
                 got=describe(values[b]),
             ) from None
 
@@ -342,7 +342,7 @@ def reporters(infos: Mapping, key: str, among: np.ndarray) -> np.ndarray:
             "this is no mask",
             leaf=f"info['_{key}']",
             expected=f"bool {list(among.shape)}",
-            got=describe(mask),
+            got=mask,
         )
     return among & mask
 

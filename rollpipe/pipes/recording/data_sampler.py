@@ -120,7 +120,7 @@ class EpisodeCutter:
                     "infos without names",
                     leaf="env",
                     expected="a dict",
-                    got=type(part.env).__name__,
+                    got=type(part.env),
                 )
             # What an episode has of each step, as arrays. The rewards of the environment, and their
             # mask `_...`, are no infos.

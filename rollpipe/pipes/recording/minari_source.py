@@ -150,7 +150,7 @@ class StoredEpisodes:
             raise DataError(
                 "episodes are missing, or too many",
                 expected=f"{n}, as in metadata.json",
-                got=str(len(file)),
+                got=len(file),
             )
 
         # The lengths of all episodes, the forms of their infos, and how many episodes have each
