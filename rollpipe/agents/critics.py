@@ -54,7 +54,7 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
     """
     if valid is None:
         return nested.map(lambda x: x.flatten(0, dims - 1), tree)
-    return nested.map(lambda x: x[valid], tree)
+    return nested.getitem(tree, valid)
 
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()

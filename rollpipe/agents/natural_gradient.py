@@ -130,7 +130,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
     # With recurrent state, the columns are environments.
     columns = (rows.weight > 0).any(0).nonzero()[:, 0]
     index = columns[_random_subset(len(columns), fraction, generator)]
-    picked = nested.map(lambda x: x[:, index], rows._replace(weight=None))
+    picked = nested.getitem(rows._replace(weight=None), (slice(None), index))
     weight = rows.weight[:, index]
     return picked._replace(weight=weight / weight.sum())
 

@@ -237,7 +237,7 @@ class ActorByGroup(_Groups, Actor):
             fragment: of a pipeline with this actor
         """
         fragments = {}
-        group = self.groups_of(nested.map(lambda x: x[0], fragment.state.obs))
+        group = self.groups_of(nested.getitem(fragment.state.obs, 0))
         for k, (name, member) in enumerate(self.members.items()):
             part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
             if not part.valid.any():

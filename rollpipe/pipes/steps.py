@@ -463,7 +463,7 @@ class _LaneQueues:
         "The true last observations of the episodes that end within the steps `envs[b][t]`."
         places = product(range(n), range(len(envs)))
         ends = [(t, b) for t, b in places if _has_last(envs[b][t])]
-        obs = nested.map(lambda x: x[0, :0], state.obs)
+        obs = nested.getitem(state.obs, (0, slice(0)))
         if ends:
             obs = nested.stack([envs[b][t].next_state for t, b in ends])
         t = torch.tensor([t for t, _ in ends], dtype=torch.int64)

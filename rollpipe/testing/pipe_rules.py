@@ -21,7 +21,7 @@ from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
 from ..pipes.graph.pipe import Pipe, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.invariants import check_final, check_shapes, check_stepno, check_term
-from .contract import Report, same, snapshot
+from .contract import Report, same
 
 # %% auto #0
 __all__ = ['PIPE_MADE', 'PIPE_RUNS', 'PIPE_SEEDED', 'PIPE_BEGINS_ANEW', 'PIPE_COPIES', 'PIPE_ITEMS_KEPT', 'PIPE_CLOSES',
@@ -68,7 +68,7 @@ def _open(pipe):
 def _first(pipe, n):
     "Copies of the first `n` items."
     with _open(pipe) as stream:
-        return [snapshot(item) for item in islice(stream, n)]
+        return [nested.snapshot(item) for item in islice(stream, n)]
 
 
 def _check_stream(report, rule, make, n, expected):
@@ -321,7 +321,7 @@ def _check_pipe(report, make_pipe, n):
         with _open(pipe) as stream:
             for item in islice(stream, n):
                 items.append(item)
-                copies.append(snapshot(item))
+                copies.append(nested.snapshot(item))
     for k, (item, copy) in enumerate(zip(items, copies)):
         unchanged = same(item, copy)
         report.check(

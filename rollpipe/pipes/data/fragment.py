@@ -312,7 +312,7 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
                 expected=f"one row for each truncated step: [K = {len(t)}, ...]",
             )
         if last is None:
-            return nested.map(lambda x: x[0, :0], like)
+            return nested.getitem(like, (0, slice(0)))
         _check_tensors(
             "[K]",
             (len(t),),

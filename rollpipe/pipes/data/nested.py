@@ -17,8 +17,8 @@ from .errors import DataError, PipeError, describe
 
 # %% auto #0
 __all__ = ['PLAIN', 'map', 'leaves', 'flatten', 'paths', 'items', 'Form', 'form_text', 'getitem', 'setitem', 'stack', 'cat',
-           'alloc', 'torchify', 'numpify', 'as_seen', 'without_past', 'as_array', 'form_of', 'leaf', 'named_leaves',
-           'leaf_digests', 'differing', 'Difference', 'first_difference']
+           'alloc', 'torchify', 'numpify', 'snapshot', 'as_seen', 'without_past', 'as_array', 'form_of', 'leaf',
+           'named_leaves', 'leaf_digests', 'differing', 'Difference', 'first_difference']
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -447,6 +447,20 @@ def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
         return out
 
     return _map_named(to_array, tree)
+
+
+def snapshot(tree: Any) -> Any:
+    """A copy that later changes of `tree` do not affect, with detached tensors.
+
+    Leaves that are neither arrays nor tensors are taken to be immutable.
+    """
+    return map(_copied, tree)
+
+
+def _copied(x):
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:

@@ -304,7 +304,7 @@ class SingleInfos(InfoRecorder):
         has_info = np.array([key in info for info in infos])
         column = None
         if has_info.any():
-            missing = nested.map(lambda x: x[0], self.like[key])
+            missing = nested.getitem(self.like[key], 0)
             column = self._column(key, [info.get(key, missing) for info in infos])
         self.put(columns, key, column, has_info, valid)
 
@@ -315,7 +315,7 @@ class SingleInfos(InfoRecorder):
             return self.widened(key, nested.stack([nested.map(np.asarray, x) for x in values]))
         except (TypeError, ValueError, RecursionError, EnvError):
             # The first environment whose value has another form than the recorded one
-            one = nested.map(lambda x: x[0], self.like[key])
+            one = nested.getitem(self.like[key], 0)
             others = [b for b, x in enumerate(values) if not _has_form(x, one)]
             b = others[0] if others else 0
             raise EnvError(

@@ -82,7 +82,7 @@ class _Open:
         obs, act, rew, env = zip(*self.pieces)
         all_steps = [np.ones(len(x), bool) for x in rew]
         env = same_keys(list(env), all_steps)
-        last_obs = nested.map(lambda x: x[None], self.next_obs)
+        last_obs = nested.getitem(self.next_obs, None)
         return Episode(
             obs=nested.cat([*obs, last_obs]),
             act=nested.cat(act),
