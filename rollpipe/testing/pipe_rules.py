@@ -17,10 +17,10 @@ import cloudpickle
 from ..pipes.data import nested
 from ..pipes.data.errors import describe
 from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment_ops import check_final, check_shapes, check_stepno, check_term
 from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
 from ..pipes.graph.pipe import Pipe, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
-from ..pipes.invariants import check_final, check_shapes, check_stepno, check_term
 from .contract import Report, same
 
 # %% auto #0

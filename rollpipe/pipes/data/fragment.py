@@ -232,7 +232,7 @@ def _check_rewards(rew):
             pipe="Fragment.from_steps",
             leaf="rew",
             expected=expected,
-            got=rew,
+            got=describe(rew),
         )
 
 
