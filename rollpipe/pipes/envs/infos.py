@@ -54,7 +54,7 @@ def _endless(key, value, env=None):
         env=env,
         leaf=f"info[{key!r}]",
         expected="a container of numbers",
-        got=describe(value),
+        got=value,
     )
 
 
