@@ -37,7 +37,7 @@ from rollpipe.pipes.data.fragment_ops import columns, join
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.replay.layout import FragmentLayout, Ring, SideTable, unbatched
-from rollpipe.pipes.replay.sum_tree import SumTree
+from rollpipe.pipes.replay.memory import SumTree
 from rollpipe.testing import check_pipe
 
 EPISODES = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"), (6, "term"))

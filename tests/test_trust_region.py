@@ -10,7 +10,7 @@ from test_linearization import DISTS, dense, few, problem, seeds
 from torch import nn
 
 from rollpipe.agents.linearization import assign, fisher_product, flat_vector
-from rollpipe.agents.trust_region import backtrack_line_search, conjugate_gradients, step_size
+from rollpipe.agents.natural_gradient import backtrack_line_search, conjugate_gradients, step_size
 
 
 def spd(n, seed, log_cond=1.0):

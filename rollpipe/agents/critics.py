@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rollpipe.ranks as ranks
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError, describe
+from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
 
 # %% auto #0
@@ -54,7 +54,7 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
     """
     if valid is None:
         return nested.map(lambda x: x.flatten(0, dims - 1), tree)
-    return nested.map(lambda x: x[valid], tree)
+    return nested.getitem(tree, valid)
 
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
@@ -83,7 +83,7 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
         raise DataError(
             "critic: wrong shape",
             expected=f"one value per row {list(target.shape)}",
-            got=describe(pred),
+            got=pred,
         )
     pred, target = ranks.joined(pred, target)
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)

@@ -193,7 +193,7 @@ class _Cutter(EnvFactory):
             leaf="on_limit",
             env=self.name,
             expected="on_limit='raise', or single environments",
-            got=type(env).__name__,
+            got=type(env),
         )
 
 # %% ../../nbs/agents/09_evaluate.ipynb #af036f9e

@@ -149,7 +149,7 @@ def finite_observations(fragment: Fragment) -> Any:
         )
 
     rows = valid_rows(nested.as_seen(next_observations(fragment)), fragment.valid, 2)
-    for x, path in zip(nested.leaves(rows), nested.paths(rows, "obs")):
+    for path, x in nested.items(rows, "obs"):
         if not x.is_floating_point():
             continue
         too_large = ~(x.abs() < LARGEST)

@@ -89,7 +89,7 @@ def check_batch(
         "actor['logp']": None if logp is None else logp[:-1],
     }
     for tree_name, tree in trees.items():
-        for k, leaf in enumerate(nested.leaves(tree)):
+        for path, leaf in nested.items(tree, tree_name):
             index = _first_too_large(leaf, batch.valid)
             if index is None:
                 continue
@@ -99,7 +99,7 @@ def check_batch(
                 "finite numbers where valid",
                 pipe=name,
                 lane=None if batch.lane is None else int(batch.lane[index[1]]),
-                leaf=f"{nested.paths(tree, tree_name)[k]}{[*index]}",
+                leaf=f"{path}{[*index]}",
             )
 
 

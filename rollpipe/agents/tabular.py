@@ -15,8 +15,9 @@ import torch
 from .learner import Learner
 from .shared_options import DecayingEpsilon, Discounted, not_offered, number
 from ..layers.q_networks import EpsilonGreedy
-from ..pipes.data.errors import DataError, SpaceError, describe
+from ..pipes.data.errors import DataError, SpaceError
 from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment_ops import next_observations
 from ..pipes.graph.modules import bump_version
 
 # %% ../../nbs/agents/16_tabular.ipynb #4d27ca12
@@ -76,10 +77,7 @@ def q_targets(
         start: number of the first state
     """
     # The states reached: the next row, or the true last observation of an episode
-    final = fragment.final
-    after = fragment.state.obs[1:].long()
-    after = after.index_put((final.t, final.b), final.obs.long())
-
+    after = next_observations(fragment).long()
     discount = gamma * (~fragment.term[1:]).to(table.dtype)
     return fragment.state.rew[1:] + discount * table[after - start].amax(-1)
 
@@ -155,7 +153,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
                 "QLearning: non-finite TD error",
                 leaf="table",
                 expected="finite rewards and values",
-                got=describe(errors),
+                got=errors,
             )
         move_towards(actor.table, states, actions, targets, self.lr)
 

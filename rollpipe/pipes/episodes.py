@@ -150,7 +150,7 @@ class EpisodeBuilder:
         last = last._replace(fin=np.ones(len(ended), bool))
 
         # Everything `[1, K, ...]`, one column for each episode that ended.
-        states = nested.map(lambda x: x[None], nested.torchify(last))
+        states = nested.torchify(last, 1)
         reactions = states, act, nested.map(torch.clone, info)
         columns = (_column(reactions, k) for k in range(len(ended)))
         return [self._episode(tick, b, *column) for b, column in zip(ended, columns)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .data import nested
-from .data.errors import DataError, check_integer, describe
+from .data.errors import DataError, check_integer
 from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.fragment_ops import next_observations_in_episode, unstacked
 from .envs.factories import space_spec, spaces_of
@@ -353,7 +353,7 @@ def check_step(step: Any, pipe: Any) -> None:
             pipe=pipe,
             leaf="env_id",
             expected="int64 []",
-            got=describe(step.env_id),
+            got=step.env_id,
         )
 
 
@@ -463,7 +463,7 @@ class _LaneQueues:
         "The true last observations of the episodes that end within the steps `envs[b][t]`."
         places = product(range(n), range(len(envs)))
         ends = [(t, b) for t, b in places if _has_last(envs[b][t])]
-        obs = nested.map(lambda x: x[0, :0], state.obs)
+        obs = nested.getitem(state.obs, (0, slice(0)))
         if ends:
             obs = nested.stack([envs[b][t].next_state for t, b in ends])
         t = torch.tensor([t for t, _ in ends], dtype=torch.int64)

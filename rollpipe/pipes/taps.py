@@ -381,7 +381,7 @@ def count_steps(item: Any) -> int:
         raise DataError(
             "steps cannot be counted",
             expected="Ticks, Fragments or lists of them",
-            got=type(item).__name__,
+            got=type(item),
         )
     return int(item.valid.sum())
 
@@ -414,22 +414,14 @@ class Throughput(Pipe):
         clock: Callable = time.perf_counter,
     ):
         super().__init__(pipe)
-        if not callable(sink):
-            raise DataError(
-                "a tap needs a function to call",
-                pipe=self,
-                expected="sink(rate)",
-                got=describe(sink),
-            )
         check_integer("every", every, pipe=self)
-        self.sink = sink
+        self.sink = _callable(sink, self, "sink(rate)")
         self.every = every
         self.clock = clock
 
     def stream(self, items: Iterator) -> Iterator:
         # what came since the last report
-        sink = {"sink": self.sink} if has_own_state(self.sink) else {}
-        state = self.keep(rate=Rate(0, 0, 0, 0.0), **sink)
+        state = self.keep(rate=Rate(0, 0, 0, 0.0), **_kept(sink=self.sink))
         clock = self.clock
         start = clock() - state["rate"].seconds
         while True:

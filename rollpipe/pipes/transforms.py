@@ -19,7 +19,6 @@ from rollpipe.pipes.data.errors import (
     GraphError,
     check_fraction,
     check_integer,
-    describe,
     is_between,
     located,
 )
@@ -103,7 +102,7 @@ def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
             "the actor sees its past rewards, and the learner would show it others",
             pipe=pipe,
             expected=f"an actor without `uses_past`{more}",
-            got=describe(type(source.actor)),
+            got=type(source.actor),
         )
 
 

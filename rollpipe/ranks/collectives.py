@@ -576,7 +576,7 @@ def _block(agent):
         raise DataError(
             "cannot learn over several ranks",
             leaf="agent",
-            got=type(agent).__name__,
+            got=type(agent),
             expected="a learner with `joins_ranks`, such as TRPO, PPO, DQN or SAC",
         )
 

@@ -181,7 +181,7 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
         raise DataError(
             f"{lanes.n} lanes cannot be divided among {size} ranks",
             leaf="lanes",
-            got=str(lanes.n),
+            got=lanes.n,
             expected=f"{size} lanes, or a multiple (`--lanes`)",
         )
 
@@ -195,7 +195,7 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
                 pipe=stacker,
                 leaf="n",
                 expected=f"1, or a multiple of {size}",
-                got=str(stacker.n),
+                got=stacker.n,
             )
 
     # Of the pipes that learn, only a scaler of rewards can learn from all ranks.

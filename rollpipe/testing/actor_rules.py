@@ -20,7 +20,7 @@ from ..pipes.engines.reactions import compared_attributes
 from ..pipes.envs.actions import action_rows, in_containers
 from ..pipes.envs.factories import space_spec, spaces_of
 from ..pipes.graph.modules import EvalMode, comparable, modules_in
-from .contract import Report, same, sampled, snapshot
+from .contract import Report, same, sampled
 
 # %% auto #0
 __all__ = ['ACTOR_METHODS', 'ACTOR_STEP', 'ACTOR_ACT', 'ACTOR_ACT_IN_SPACE', 'ACTOR_INFO', 'ACTOR_HX', 'ACTOR_INPUTS_KEPT',
@@ -131,7 +131,7 @@ class _Trial:
     ) -> tuple:
         "`(act, hx, info)`, checked."
         T, B = state.fin.shape
-        before = snapshot((state, hx))
+        before = nested.snapshot((state, hx))
 
         # The call, with reproducible random numbers
         with self.report.demand(ACTOR_STEP), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -177,7 +177,7 @@ class _Trial:
 
     def reset(self, hx: Any, at: list) -> Any:
         "The recurrent state after `reset`, checked."
-        before = snapshot(hx)
+        before = nested.snapshot(hx)
 
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
@@ -200,7 +200,7 @@ class _Trial:
                 return False
             return all(n in (None, m) for n, m in zip(lead, x.shape))
 
-        for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+        for path, x in nested.items(tree, name):
             if not fits(x):
                 T, B = lead
                 self.report.add(
@@ -275,7 +275,7 @@ def _check_reset(report, trial, used, other, B):
     "Check `reset` on two recurrent states with different pasts, `used` and `other`."
 
     def column(hx, b):
-        return nested.map(lambda x: x[:, b], hx)
+        return nested.getitem(hx, (slice(None), b))
 
     # Each environment is reset alone.
     for b in range(B):
@@ -324,8 +324,8 @@ def _check_batch(report, trial, state, hx, T, B):
             memory,
             noise=_rows(noise, t),
         )
-        acts.append(snapshot(act))
-        infos.append(snapshot(info))
+        acts.append(nested.snapshot(act))
+        infos.append(nested.snapshot(info))
 
     # All rows in one call
     act, last_hx, info = trial.step(
@@ -449,7 +449,7 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
             B,
         )
         after = _state_of(actor)
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    changed = [name for name, *_ in nested.differing(before, after)]
     report.check(
         ACTOR_UNCHANGED,
         not changed,
@@ -503,9 +503,7 @@ def _state_of(actor):
             state[f"parameter {name}"] = comparable(x.detach())
         for name, x in module.named_buffers():
             state[f"buffer {name}"] = comparable(x.detach())
-    for name, (value, _) in compared_attributes(actor).items():
-        state[name] = value
-    return state
+    return state | compared_attributes(actor)
 
 
 def _check_answers(report, trial, states, other_states, hx, T, B):
@@ -519,7 +517,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     # A second call, with other states, changes neither the first answer, nor what the same call
     # answers again.
     answer = trial.step(row, hx, seed=1)
-    first = snapshot(answer)
+    first = nested.snapshot(answer)
     _, hx_of_other, _ = trial.step(
         _rows(other_states, 1),
         hx,
@@ -541,7 +539,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
             seed=3,
             virtual=True,
         )
-        again = snapshot(trial.step(row, hx, seed=1))
+        again = nested.snapshot(trial.step(row, hx, seed=1))
         report.check(
             ACTOR_VIRTUAL,
             same(again, first),

@@ -20,7 +20,7 @@ from ..pipes.envs.actions import in_containers
 from ..pipes.envs.factories import space_spec
 
 # %% auto #0
-__all__ = ['Violation', 'ContractError', 'Report', 'sampled', 'same', 'snapshot']
+__all__ = ['Violation', 'ContractError', 'Report', 'sampled', 'same']
 
 # %% ../../nbs/testing/00_contract.ipynb #74ac075e
 class Violation(NamedTuple):
@@ -145,15 +145,3 @@ def _same_leaf(x, y, tolerance):
 
 def _as_array(x):
     return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
-
-
-def snapshot(tree: Any) -> Any:
-    "A copy that later changes of `tree` do not affect."
-
-    # Other leaves are taken to be immutable.
-    def copied(x):
-        if isinstance(x, torch.Tensor):
-            return x.clone()
-        return x.copy() if isinstance(x, np.ndarray) else x
-
-    return nested.map(copied, tree)

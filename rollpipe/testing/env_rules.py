@@ -26,7 +26,7 @@ from rollpipe.pipes.tensors.tensor_env import (
     TensorFactory,
     is_tensor_source,
 )
-from .contract import Report, same, sampled, snapshot
+from .contract import Report, same, sampled
 
 # %% auto #0
 __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPACE', 'ENV_OBS_FINITE', 'ENV_OBS_WITHIN_BOUNDS',
@@ -301,7 +301,7 @@ def _play_tensors(report, env, n_steps, seed):
 
     # Steps with random actions; a copy of each answer is kept.
     with report.demand(TENSOR_ENV_RESET):
-        trace = [snapshot(batch.begin())]
+        trace = [nested.snapshot(batch.begin())]
     for _ in range(n_steps):
         with report.demand(TENSOR_ENV_STEP), torch.no_grad():
             act = _random_actions(
@@ -312,7 +312,7 @@ def _play_tensors(report, env, n_steps, seed):
             _, act_for_env = batch.actions_for_env(act)
             out = batch.advance(act_for_env)
         _check_numbers(report, batch, out)
-        trace.append(snapshot([out.obs, out.rew, out.term, out.trunc, out.info]))
+        trace.append(nested.snapshot([out.obs, out.rew, out.term, out.trunc, out.info]))
 
     report.check(
         ENV_SPACES_STAY,

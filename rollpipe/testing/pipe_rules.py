@@ -13,15 +13,15 @@ from functools import partial
 from itertools import islice
 
 import cloudpickle
-import torch
 
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError, describe
+from ..pipes.data.errors import describe
 from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment_ops import check_final, check_shapes, check_stepno, check_term
 from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
 from ..pipes.graph.pipe import Pipe, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
-from .contract import Report, same, snapshot
+from .contract import Report, same
 
 # %% auto #0
 __all__ = ['PIPE_MADE', 'PIPE_RUNS', 'PIPE_SEEDED', 'PIPE_BEGINS_ANEW', 'PIPE_COPIES', 'PIPE_ITEMS_KEPT', 'PIPE_CLOSES',
@@ -68,7 +68,7 @@ def _open(pipe):
 def _first(pipe, n):
     "Copies of the first `n` items."
     with _open(pipe) as stream:
-        return [snapshot(item) for item in islice(stream, n)]
+        return [nested.snapshot(item) for item in islice(stream, n)]
 
 
 def _check_stream(report, rule, make, n, expected):
@@ -211,13 +211,9 @@ def _differs(a, b):
     "The path of the first leaf in which two items differ; None if they are the same."
     if same(a, b):
         return None
-    leaves = zip(
-        nested.paths(a, "item"),
-        nested.leaves(a),
-        nested.leaves(b),
-    )
+    leaves = zip(nested.items(a, "item"), nested.leaves(b))
     return next(
-        (path for path, x, y in leaves if not same(x, y)),
+        (path for (path, x), y in leaves if not same(x, y)),
         "the structure",
     )
 
@@ -271,72 +267,14 @@ def _check_closes(report, pipe):
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
 def _check_fragment(report, fragment):
     "Check shapes, ends of episodes, and the numbers of steps."
-    state = fragment.state
-    term = fragment.term
-    valid = fragment.valid
-    final = fragment.final
-    with report.demand(FRAGMENT_SHAPES):
-        _check_shapes(fragment)
-    report.check(
-        FRAGMENT_TERM,
-        not (term & ~state.fin)[1:].any(),
-        "term without fin",
-    )
-
-    # How many rows of `final` belong to each step
-    rows = torch.zeros_like(valid, dtype=torch.int64)
-    rows.index_put_((final.t, final.b), torch.ones_like(final.t), accumulate=True)
-    ends = state.fin[1:] & valid
-    is_truncated = (state.fin & ~term)[1:] & valid
-    report.check(
-        FRAGMENT_FINAL,
-        bool((rows[is_truncated] == 1).all()),
-        "a truncated step without a row, or with several rows",
-    )
-    report.check(
-        FRAGMENT_FINAL,
-        not rows[~ends].any(),
-        "a row for a step that ends no episode",
-    )
-
-    # Steps are counted from 0, within each episode.
-    stepno = state.stepno
-    begins = state.fin[:-1] & valid
-    report.check(
-        FRAGMENT_STEPNO,
-        not stepno[:-1][begins].any(),
-        "not 0 at the first step",
-    )
-    continues = valid & ~state.fin[1:]
-    is_counted = torch.equal(
-        stepno[1:][continues],
-        stepno[:-1][continues] + 1,
-    )
-    report.check(FRAGMENT_STEPNO, is_counted, "wrong count")
-
-
-def _check_shapes(fragment):
-    "Raise `DataError` for a leaf whose leading dimensions are not those of its field."
-    T, B = fragment.valid.shape
-    lead_of: dict[str, tuple] = {"final": (len(fragment.final.t),)}
-    lead_of.update(
-        dict.fromkeys(
-            Fragment.ROWS,
-            (T + 1, B),
-        )
-    )
-    lead_of.update(dict.fromkeys(Fragment.STEPS, (T, B)))
-    lead_of.update(dict.fromkeys(Fragment.COLUMNS, (B,)))
-    for name, lead in lead_of.items():
-        part = getattr(fragment, name)
-        for x, path in zip(nested.leaves(part), nested.paths(part, name)):
-            if tuple(x.shape[: len(lead)]) != lead:
-                raise DataError(
-                    "wrong shape",
-                    leaf=path,
-                    expected=f"{list(lead)}, ...",
-                    got=x,
-                )
+    for rule, check in (
+        (FRAGMENT_SHAPES, check_shapes),
+        (FRAGMENT_TERM, check_term),
+        (FRAGMENT_FINAL, check_final),
+        (FRAGMENT_STEPNO, check_stepno),
+    ):
+        with report.demand(rule):
+            check(fragment)
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
@@ -383,7 +321,7 @@ def _check_pipe(report, make_pipe, n):
         with _open(pipe) as stream:
             for item in islice(stream, n):
                 items.append(item)
-                copies.append(snapshot(item))
+                copies.append(nested.snapshot(item))
     for k, (item, copy) in enumerate(zip(items, copies)):
         unchanged = same(item, copy)
         report.check(

@@ -26,11 +26,11 @@ def describe(value: Any, width: int = 120, depth: int = 6) -> str:
     """A short text for messages: the dtype and shape of an array or tensor, else the value itself,
     cut off after `width` characters.
     """
-    if hasattr(value, "dtype") and hasattr(value, "ndim"):
+    if isinstance(value, type):  # first, because `np.ndarray` has a `dtype` too
+        text = value.__name__
+    elif hasattr(value, "dtype") and hasattr(value, "ndim"):
         content = list(value.shape) if len(value.shape) else value.item()
         return f"{str(value.dtype).removeprefix('torch.')} {content}"
-    if isinstance(value, type):
-        text = value.__name__
     else:
         text = _describe_items(value, width, depth) or repr(value)
     return text if len(text) <= width else text[: width - 3] + "..."

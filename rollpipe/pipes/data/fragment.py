@@ -213,7 +213,7 @@ def _flags(like, name, x, default=False):
         pipe="Fragment.from_steps",
         leaf=name,
         expected="bool [T, B]",
-        got=describe(x),
+        got=x,
     )
 
 
@@ -247,7 +247,7 @@ def _stepno_of_row_0(stepno, rew):
         pipe="Fragment.from_steps",
         leaf="stepno",
         expected=f"an int, or int64 [B] = [{rew.shape[1]}]",
-        got=describe(stepno),
+        got=stepno,
     )
 
 
@@ -278,14 +278,14 @@ def _history(first, obs, act, rew, end) -> State:
 def _check_tensors(kind, lead, **trees):
     "Raise `DataError` unless each leaf is a tensor whose first dimensions are `lead`."
     for name, tree in trees.items():
-        for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+        for path, x in nested.items(tree, name):
             if not isinstance(x, Tensor):
                 raise DataError(
                     "not a tensor",
                     pipe="Fragment.from_steps",
                     leaf=path,
                     expected="a torch.Tensor; `torch.as_tensor(x)` makes one of an array or a list",
-                    got=type(x).__name__,
+                    got=type(x),
                 )
             if tuple(x.shape[: len(lead)]) != lead:
                 raise DataError(
@@ -293,7 +293,7 @@ def _check_tensors(kind, lead, **trees):
                     pipe="Fragment.from_steps",
                     leaf=path,
                     expected=f"{kind} = {list(lead)}",
-                    got=describe(x),
+                    got=x,
                 )
 
 
@@ -312,7 +312,7 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
                 expected=f"one row for each truncated step: [K = {len(t)}, ...]",
             )
         if last is None:
-            return nested.map(lambda x: x[0, :0], like)
+            return nested.getitem(like, (0, slice(0)))
         _check_tensors(
             "[K]",
             (len(t),),
@@ -580,5 +580,5 @@ def check_item(item: Any, kind: type, pipe: Any) -> None:
             f"{kind.__name__}s are wanted here",
             pipe=pipe,
             expected=kind.__name__,
-            got=type(item).__name__,
+            got=type(item),
         )

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands',
            'continues', 'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'next_observations',
-           'next_observations_in_episode', 'transitions', 'with_rewards', 'env_rewards']
+           'next_observations_in_episode', 'transitions', 'with_rewards', 'env_rewards', 'check_shapes', 'check_stepno',
+           'check_term', 'check_final']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -457,7 +458,7 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
             "infos without names have no place for the rewards",
             leaf="env",
             expected="a dict",
-            got=type(fragment.env).__name__,
+            got=type(fragment.env),
         )
 
     # Rewards that an earlier pipe has kept are the original ones.
@@ -475,3 +476,87 @@ def env_rewards(fragment: Fragment) -> Tensor:
     env = fragment.env
     has_own = isinstance(env, dict) and ENV_REWARD in env
     return env[ENV_REWARD] if has_own else fragment.state.rew[1:]
+
+# %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #1421570e
+def _demand(mask, problem, leaf, got, row=0):
+    """Raise `DataError` for the first element of `mask` that is False.
+
+    The first row of `mask` has the number `row`.
+    """
+    if mask.all():
+        return
+    t, b = (~mask).nonzero()[0].tolist()
+    raise DataError(
+        problem,
+        env=b,
+        leaf=f"{leaf}[{t + row}, {b}]",
+        got=str(got[t, b].item()),
+    )
+
+# %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #8a4d27e1
+def check_shapes(fragment: Fragment) -> None:
+    "Raise `DataError` unless the leading dimensions of every leaf are those of its field."
+    T, B = fragment.valid.shape
+    lead_of: dict[str, tuple] = {"final": fragment.final.t.shape}
+    lead_of |= dict.fromkeys(Fragment.ROWS, (T + 1, B))
+    lead_of |= dict.fromkeys(Fragment.STEPS, (T, B))
+    lead_of |= dict.fromkeys(Fragment.COLUMNS, (B,))
+    for name, lead in lead_of.items():
+        for path, x in nested.items(getattr(fragment, name), name):
+            if x.shape[: len(lead)] != lead:
+                raise DataError(
+                    "a leaf has the wrong number of rows",
+                    leaf=path,
+                    expected=f"leading dimensions {list(lead)}",
+                    got=x,
+                )
+
+
+def check_stepno(fragment: Fragment) -> None:
+    """Raise `DataError` unless the steps of each episode are counted from 0, one by one.
+
+    The last row of a whole episode keeps its step number; everywhere else a row with `fin` has step
+    number 0.
+    """
+    stepno = fragment.state.stepno
+    fin = fragment.state.fin
+    no_step = ~fragment.valid
+    is_next = stepno[1:] == stepno[:-1] + 1
+    is_first = fin[1:] & (stepno[1:] == 0)
+    problem = "the steps of an episode are not counted one by one"
+    _demand(
+        is_next | is_first | no_step,
+        problem,
+        "state.stepno",
+        stepno[1:],
+        1,
+    )
+    begins_at_zero = fin[:-1] == (stepno[:-1] == 0)
+    problem = "an episode does not begin at step 0"
+    _demand(no_step | begins_at_zero, problem, "state.stepno", stepno[:-1])
+
+
+def check_term(fragment: Fragment) -> None:
+    "Raise `DataError` unless an episode ends wherever one terminates."
+    term = fragment.term
+    _demand(fragment.state.fin | ~term, "an episode terminates without an end", "term", term)
+
+
+def check_final(fragment: Fragment) -> None:
+    """Raise `DataError` unless `final` has one row for each truncated step, and rows of ended steps
+    only.
+    """
+    fin = fragment.state.fin[1:]
+    truncated = fin & ~fragment.term[1:]
+
+    # number of final rows of each step
+    t = fragment.final.t
+    b = fragment.final.b
+    n_final = torch.zeros_like(fin, dtype=torch.int64)
+    n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
+    may_lack = (n_final == 0) & ~(truncated & fragment.valid)
+    problem = "a truncated episode has no final row, or more than one"
+    _demand((n_final == 1) | may_lack, problem, "final", n_final)
+    is_end = fin & fragment.valid
+    problem = "a final row belongs to no end of an episode"
+    _demand((n_final == 0) | is_end, problem, "final", n_final)

@@ -16,9 +16,9 @@ import torch
 from .errors import DataError, PipeError, describe
 
 # %% auto #0
-__all__ = ['PLAIN', 'map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 'setitem', 'stack', 'cat', 'alloc',
-           'torchify', 'numpify', 'as_seen', 'without_past', 'as_array', 'form_of', 'leaf', 'named_leaves',
-           'leaf_digests', 'differing', 'Difference', 'first_difference']
+__all__ = ['PLAIN', 'map', 'leaves', 'flatten', 'paths', 'items', 'Form', 'form_text', 'getitem', 'setitem', 'stack', 'cat',
+           'alloc', 'torchify', 'numpify', 'snapshot', 'as_seen', 'without_past', 'as_array', 'form_of', 'leaf',
+           'named_leaves', 'leaf_digests', 'differing', 'Difference', 'first_difference']
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -43,6 +43,11 @@ def flatten(tree: Any) -> tuple[list, Any]:
 def paths(tree: Any, root: str = "") -> list[str]:
     "For each leaf, in the order of `leaves`, the Python expression that reaches it from `root`."
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
+
+
+def items(tree: Any, root: str = "") -> zip:
+    "Pairs of path and leaf, in the order of `leaves`."
+    return zip(paths(tree, root), leaves(tree))
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #b8d36946
 class Form:
@@ -127,7 +132,7 @@ class Form:
         elif _name(its_dtype) != _name(dtype):
             problem = "wrong dtype"
         raise self.error(
-            problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context
+            problem, leaf=path, expected=form_text(dtype, shape), got=x, **self.context
         )
 
     def other_structure(self, tree: Any) -> list:
@@ -372,7 +377,7 @@ def _map_named(fn, tree):
     try:
         return optree.tree_map(fn, tree)
     except (TypeError, ValueError, RuntimeError) as error:
-        for path, x in zip(paths(tree), leaves(tree)):
+        for path, x in items(tree):
             try:
                 fn(x)
             except (TypeError, ValueError, RuntimeError) as cause:
@@ -442,6 +447,20 @@ def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
         return out
 
     return _map_named(to_array, tree)
+
+
+def snapshot(tree: Any) -> Any:
+    """A copy that later changes of `tree` do not affect, with detached tensors.
+
+    Leaves that are neither arrays nor tensors are taken to be immutable.
+    """
+    return map(_copied, tree)
+
+
+def _copied(x):
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:

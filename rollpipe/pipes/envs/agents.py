@@ -42,7 +42,7 @@ def _parallel(make):
     if hasattr(env, "agent_iter"):
         raise EnvError(
             "the agents of this environment take turns (AEC)",
-            got=type(env).__name__,
+            got=type(env),
             expected="a parallel one, such as `pettingzoo.utils.conversions.aec_to_parallel(env)`",
         )
 

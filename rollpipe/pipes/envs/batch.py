@@ -296,7 +296,7 @@ def _refuse_lists(x, like):
                 f"a {type(part).__name__} stands where an array belongs",
                 leaf=path,
                 expected=f"{nested.form_text(leaf.dtype, leaf.shape)}: wrap it in np.array",
-                got=describe(part),
+                got=part,
             )
 
 
@@ -345,7 +345,7 @@ def last_obs(x: Any, like: Any) -> Any:
         like: arrays as announced by the space
     """
     x = nested.map(np.array, read_obs(x, like))
-    for path, leaf in zip(nested.paths(x, "final obs"), nested.leaves(x)):
+    for path, leaf in nested.items(x, "final obs"):
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             raise EnvError(
                 "non-finite value",

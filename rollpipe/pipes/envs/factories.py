@@ -169,7 +169,7 @@ def limited(env: Any, max_episode_steps: int, name: str) -> gym.Env:
         "max_episode_steps: the episodes of a vector cannot be cut from outside",
         env=name,
         expected="a `gymnasium.wrappers.TimeLimit` around each of its environments",
-        got=type(env).__name__,
+        got=type(env),
     )
 
 # %% ../../../nbs/pipes/10_envs/01_factories.ipynb #9d945be6
@@ -201,13 +201,13 @@ class EnvFactory:
         if is_agent or is_network:
             raise EnvError(
                 f"{'an agent' if is_agent else 'a network'} stands where an environment belongs",
-                got=type(source).__name__,
+                got=type(source),
                 expected="the environment first and then the actor, as in `evaluate(env, actor)`",
             )
         if hasattr(source, "step") and not isinstance(source, type):
             raise EnvError(
                 f"{describe(source, 60)} is an instance that cannot be lent",
-                got=type(source).__name__,
+                got=type(source),
                 expected="a `gymnasium.Env` or `gymnasium.vector.VectorEnv`, or a gymnasium id or "
                 "a factory such as `lambda: make_env()`; a `TensorEnv` goes to `TensorCollector`",
             )
@@ -265,13 +265,13 @@ class EnvFactory:
             raise EnvError(
                 "an environment of many agents is no single one",
                 env=self.name,
-                got=type(env).__name__,
+                got=type(env),
                 expected="a factory that returns `Agents(make)` of `rollpipe.pipes.envs.agents`",
             )
         raise EnvError(
             "the factory returned no environment",
             env=self.name,
-            got=type(env).__name__,
+            got=type(env),
             expected="a gymnasium.VectorEnv or gymnasium.Env; a `TensorEnv` goes to `TensorCollector`",
         )
 

@@ -54,7 +54,7 @@ def _endless(key, value, env=None):
         env=env,
         leaf=f"info[{key!r}]",
         expected="a container of numbers",
-        got=describe(value),
+        got=value,
     )
 
 
@@ -209,7 +209,7 @@ class InfoRecorder:
             "the infos changed their form (info_keys chooses what is recorded)",
             leaf=f"info[{key!r}]",
             expected=describe(self.like[key]),
-            got=describe(column),
+            got=column,
         )
 
     def say(self, texts: dict, message: str) -> None:
@@ -304,7 +304,7 @@ class SingleInfos(InfoRecorder):
         has_info = np.array([key in info for info in infos])
         column = None
         if has_info.any():
-            missing = nested.map(lambda x: x[0], self.like[key])
+            missing = nested.getitem(self.like[key], 0)
             column = self._column(key, [info.get(key, missing) for info in infos])
         self.put(columns, key, column, has_info, valid)
 
@@ -315,14 +315,14 @@ class SingleInfos(InfoRecorder):
             return self.widened(key, nested.stack([nested.map(np.asarray, x) for x in values]))
         except (TypeError, ValueError, RecursionError, EnvError):
             # The first environment whose value has another form than the recorded one
-            one = nested.map(lambda x: x[0], self.like[key])
+            one = nested.getitem(self.like[key], 0)
             others = [b for b, x in enumerate(values) if not _has_form(x, one)]
             b = others[0] if others else 0
             raise EnvError(
                 "an info changed its form (info_keys chooses what is recorded)",
                 env=b,
                 leaf=f"info[{key!r}]",
-                expected=describe(one),
+                expected=one,
                 got=describe(values[b]),
             ) from None
 
@@ -342,7 +342,7 @@ def reporters(infos: Mapping, key: str, among: np.ndarray) -> np.ndarray:
             "this is no mask",
             leaf=f"info['_{key}']",
             expected=f"bool {list(among.shape)}",
-            got=describe(mask),
+            got=mask,
         )
     return among & mask
 

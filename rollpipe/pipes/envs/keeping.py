@@ -584,7 +584,7 @@ def single_makers(vec: Any) -> list:
     return list(makers.values())
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #fed46aab
-def changed_by_reset(make: Callable, seed: int = 0, n_steps: int = 10, playing: Any = ()) -> list:
+def changed_by_reset(make: Callable, playing: Any = ()) -> list:
     """The places in the observation and the infos of a step that the `reset` after it changes, such
     as `obs['camera']`.
 
@@ -593,28 +593,27 @@ def changed_by_reset(make: Callable, seed: int = 0, n_steps: int = 10, playing: 
 
     Args:
         make: makes a new single environment
-        seed: of the first reset and of the random actions
-        n_steps: after so many steps it is reset, or where the episode ends before
         playing: environments that are in use; if `make` returns one of them, nothing is tested
     """
-    with GlobalRandomStates(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _undisturbed():
         try:
             env = make()
             if any(x.unwrapped is env.unwrapped for x in playing):
                 return []
             try:
-                return _changed(env, sampler(env, seed), seed, n_steps)
+                return _changed(env)
             finally:
                 env.close()
         except Exception:
             return []
 
 
-def _changed(env, draw, seed, n_steps):
-    obs, _ = env.reset(seed=seed)
+def _changed(env):
+    # It is reset after ten steps, or where the episode ends before.
+    draw = sampler(env, 0)
+    obs, _ = env.reset(seed=0)
     info = {}
-    for _ in range(n_steps):
+    for _ in range(10):
         obs, _, terminated, truncated, info = env.step(draw())
         if terminated or truncated:
             break

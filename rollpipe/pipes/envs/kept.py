@@ -230,7 +230,7 @@ class NotKept(Kept):
         return dict(keeper=self.name)
 
     def _restoring(self, state):
-        raise EnvError("the state of this environment cannot be kept", got=type(self.env).__name__)
+        raise EnvError("the state of this environment cannot be kept", got=type(self.env))
 
 
 class KeptOwn(Kept):

@@ -278,7 +278,7 @@ class EnvBatch(Batch):
             if is_vector(env):
                 raise EnvError(
                     "a vector environment is a batch by itself",
-                    got=type(env).__name__,
+                    got=type(env),
                     expected="a single environment, or one factory of a vector environment in "
                     "place of the list",
                 )
@@ -452,7 +452,7 @@ class EnvBatch(Batch):
             raise EnvError(
                 "the state is that of other environments",
                 expected=f"{len(self)} of them",
-                got=str(len(state["envs"])),
+                got=len(state["envs"]),
                 **self.where,
             )
         all_kept = [self._kept(one) for one in self.kept]

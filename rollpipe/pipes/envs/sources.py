@@ -177,7 +177,7 @@ def factories_for(
         raise EnvError(
             "the pipe yields too few environments",
             expected=f"{n_envs or 'at least 1'}",
-            got=str(len(sources)),
+            got=len(sources),
         )
     for b, x in enumerate(sources):
         if not (is_instance(x) or isinstance(x, str) or callable(x)):

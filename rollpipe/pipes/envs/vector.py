@@ -95,7 +95,7 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
 
     # These observations stand in no row of the batch, so the check of its rows misses them.
     nested.Form(some, "final obs").check(rows)
-    for x, path in zip(nested.leaves(rows), nested.paths(rows, "final obs")):
+    for path, x in nested.items(rows, "final obs"):
         if x.dtype.kind == "f" and not np.isfinite(x).all():
             k = int(np.argwhere(~np.isfinite(x))[0][0])
             raise EnvError(
@@ -133,7 +133,7 @@ def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
         return x
     raise EnvError(
         f"there must be one {what} for each environment",
-        got=describe(x),
+        got=x,
         expected=f"{'bool' if kinds == 'b' else 'numbers'} [{n}]",
     )
 
@@ -656,4 +656,4 @@ def env_batch(
     else:
         return batch
     batch.close()
-    raise EnvError(problem, expected=expected, got=type(first).__name__, env=factory.name, **where)
+    raise EnvError(problem, expected=expected, got=type(first), env=factory.name, **where)

@@ -197,7 +197,7 @@ class _Filmed(gym.Wrapper):
             raise EnvError(
                 "render() gave no picture",
                 expected="uint8 [height, width, 3]",
-                got=type(frame).__name__,
+                got=type(frame),
             )
         self.recorder.add(frame.astype(np.uint8))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from ..data import nested
 from ..data.action_masks import WithActionMask
@@ -32,13 +31,8 @@ def own(x: Any) -> Any:
 
 
 def _own(x):
-    def copied(x):
-        if isinstance(x, np.ndarray):
-            return x.copy()
-        return x.detach().clone() if isinstance(x, torch.Tensor) else x
-
     try:
-        return nested.map(copied, x)
+        return nested.snapshot(x)
     except Exception:
         return x  # what cannot be read is an error only if it is to be recorded
 

@@ -309,7 +309,7 @@ class RowQueue:
     def append(self, row: Any) -> None:
         "Copy one container of arrays or tensors `[B, ...]` to the end."
         leaves, self.structure = nested.flatten(row)
-        self.rows.append([_copy_of(x) for x in leaves])
+        self.rows.append(nested.snapshot(leaves))
 
     def change(self, convert: Callable) -> None:
         "Replace each row by `convert(row)`."
@@ -355,7 +355,3 @@ class RowQueue:
             return torch.from_numpy(np.array(parts)[:, None])
 
         return self.structure.unflatten(map(stacked, zip(*rows)))
-
-
-def _copy_of(x):
-    return x.copy() if isinstance(x, np.ndarray) else x.clone()

@@ -90,7 +90,7 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     raise CheckpointError(
         "cannot be stored without a pickle",
         leaf=name,
-        got=type(tree).__name__,
+        got=type(tree),
         expected="tensor, array, number, str, bool, None, or a dict, list or tuple of them",
     )
 

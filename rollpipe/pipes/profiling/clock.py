@@ -84,19 +84,12 @@ class Account:
         self.since = t
         return before
 
-    def end(self, before: int) -> None:
-        "From now on, count the time for the stage `before` again."
-        t = self.now()
-        self.own[self.stage] += t - self.since
-        self.stage = before
-        self.since = t
-
     def timed(self, stage: int, function: Callable) -> Callable:
         "A function that calls `function` and counts the time for `stage`."
         now = self.now
         own_times = self.own
 
-        # `begin` and `end` are inlined, because this is called at every step.
+        # `begin` is inlined, because this is called at every step.
         def call(*args, **kwargs):
             t = now()
             before = self.stage
@@ -200,7 +193,7 @@ def _measure_size(account, stage, item):
     start = account.since
     account.sizes[stage] += size_of(item)
     account.sized[stage] += 1
-    account.end(before)
+    account.begin(before)
 
     # So many items are left out that measuring takes 1 / `rare` of the time.
     duration = account.since - start
@@ -283,7 +276,7 @@ class Clock:
         "The sums of this process up to now, and the sums of each worker up to its last item."
         # This thread's account up to now. Other threads may add accounts meanwhile.
         account = self.account()
-        account.end(account.stage)
+        account.begin(account.stage)
         here = np.zeros((5, self.n))
         for account in list(self.accounts):
             if account.pid == self.owner:

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from sys import float_info
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..data.errors import DataError, describe
+from ..data.errors import DataError, describe, is_between
 from ..data.fragment import Fragment
 from ..graph.edits import copy_graph, draw, find, nodes
 from ..graph.pipe import close
@@ -309,8 +310,7 @@ def _with_learner(edges) -> list:
 
 def check_seconds(seconds: float, name: str) -> None:
     "Raise `DataError` unless the `seconds` of the function `name` are a positive number."
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not 0 < seconds < float("inf"):
+    if not is_between(seconds, float_info.min, float_info.max):
         raise DataError(
             "out of range", pipe=name, leaf="seconds", expected="seconds > 0", got=describe(seconds)
         )

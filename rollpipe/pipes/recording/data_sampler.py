@@ -82,7 +82,7 @@ class _Open:
         obs, act, rew, env = zip(*self.pieces)
         all_steps = [np.ones(len(x), bool) for x in rew]
         env = same_keys(list(env), all_steps)
-        last_obs = nested.map(lambda x: x[None], self.next_obs)
+        last_obs = nested.getitem(self.next_obs, None)
         return Episode(
             obs=nested.cat([*obs, last_obs]),
             act=nested.cat(act),
@@ -120,7 +120,7 @@ class EpisodeCutter:
                     "infos without names",
                     leaf="env",
                     expected="a dict",
-                    got=type(part.env).__name__,
+                    got=type(part.env),
                 )
             # What an episode has of each step, as arrays. The rewards of the environment, and their
             # mask `_...`, are no infos.

@@ -363,7 +363,7 @@ def check_contained(file: Any, most: int) -> None:
                     f"{group.name.rstrip('/')}/{name} leads elsewhere",
                     expected="a data set without links, such as one of `minari combine` with its "
                     "copy option",
-                    got=type(link).__name__,
+                    got=type(link),
                 )
             node = group[name]
             address = h5py.h5o.get_info(node.id).addr
@@ -480,7 +480,7 @@ def _write(file, room, n, episode, obs_likes, act_likes, forms):
     if episode.env:
         masks = [np.zeros(1, bool), np.ones(n_steps, bool)]
         infos = nested.cat(same_keys([{}, episode.env], masks))
-    for x, path in zip(nested.leaves(infos), nested.paths(infos, "infos")):
+    for path, x in nested.items(infos, "infos"):
         if "/" in path:
             raise DataError(
                 "a set of Minari would read this info as a nested one",

@@ -25,7 +25,6 @@ from rollpipe.pipes.data.errors import (
     GraphError,
     check_integer,
     check_memory,
-    describe,
 )
 from ..data.fragment import Final, Fragment, State
 from ..data.fragment_ops import ENV_REWARD
@@ -90,7 +89,7 @@ def _form(node, name, old=None):
         raise DataError(
             "an info has no fixed numeric form",
             leaf=name,
-            got=describe(node),
+            got=node,
             expected="numbers of one shape at each step, or `info_keys` without this info",
         )
     dtype = node.dtype if old is None else np.result_type(node.dtype, old.dtype)
@@ -150,7 +149,7 @@ class StoredEpisodes:
             raise DataError(
                 "episodes are missing, or too many",
                 expected=f"{n}, as in metadata.json",
-                got=str(len(file)),
+                got=len(file),
             )
 
         # The lengths of all episodes, the forms of their infos, and how many episodes have each
@@ -333,7 +332,7 @@ class PlayedRows:
         ends = sorted(self.ends, key=lambda end: end[:2])
         steps = torch.tensor([t for t, _, _ in ends], dtype=torch.int64)
         columns = torch.tensor([b for _, b, _ in ends], dtype=torch.int64)
-        no_obs = nested.map(lambda x: x[0, :0], self.obs)
+        no_obs = nested.getitem(self.obs, (0, slice(0)))
         last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
         final = Final(
             t=steps,

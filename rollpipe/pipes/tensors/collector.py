@@ -251,7 +251,7 @@ class TensorInteraction(TickSource):
         if device.type != "cpu" and explore and not hasattr(self.actor, "draw_noise"):
             raise ActorError(
                 "on this device the random numbers of a lane come from its own generator",
-                got=type(self.actor).__name__,
+                got=type(self.actor),
                 expected="an actor with the method `draw_noise`, or explore=False",
                 **where,
             )

@@ -148,7 +148,7 @@ class TensorFactory:
                 "the factory returned no environment",
                 env=self.name,
                 expected="a TensorEnv",
-                got=type(env).__name__,
+                got=type(env),
             )
 
         # A function without the parameter `n_envs` decides the number itself.
@@ -414,7 +414,7 @@ class TensorInfos:
                 leaf=f"info[{missing[0]!r}]",
                 expected=f"one of {list(info)}",
             )
-        for x, path in zip(nested.leaves(recorded), nested.paths(recorded, "info")):
+        for path, x in nested.items(recorded, "info"):
             if not isinstance(x, Tensor) or x.shape[:1] != (self.n_envs,) or x.dtype.is_complex:
                 raise EnvError(
                     "an info of this form cannot be recorded (info_keys chooses what is recorded)",

@@ -323,10 +323,10 @@ def _pickling_error(item, error) -> DataError:
             _pickled(leaf, _CloudPickler)
         except Exception:
             problem = f"a part of the item cannot be pickled ({cause})"
-            return DataError(problem, leaf=path, got=type(leaf).__name__)
+            return DataError(problem, leaf=path, got=type(leaf))
 
     # The containers are to blame.
-    return DataError(f"the item cannot be pickled ({cause})", got=type(item).__name__)
+    return DataError(f"the item cannot be pickled ({cause})", got=type(item))
 
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #9009148f
 def pickle_containers(item: Any, specs: list) -> bytes | None:

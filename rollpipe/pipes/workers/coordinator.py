@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
 from ..batches import FragmentStacker
@@ -22,6 +23,7 @@ from rollpipe.pipes.data.errors import (
     GraphError,
     check_integer,
     describe,
+    is_between,
 )
 from ..data.fragment_ops import with_restarts
 from ..episodes import EpisodeCollector
@@ -605,8 +607,9 @@ def check_service(service: Any) -> None:
     # Times.
     is_positive = isinstance(service.silence, (int, float)) and service.silence > 0
     check_coordinator_option(service, "silence", is_positive, "seconds > 0")
-    is_time = isinstance(service.grace, (int, float)) and service.grace >= 0
-    check_coordinator_option(service, "grace", is_time, "seconds >= 0")
+    for name in ("grace", "spin"):
+        is_time = is_between(getattr(service, name), 0, inf)
+        check_coordinator_option(service, name, is_time, "seconds >= 0")
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #5d0f2107
 def _with_lanes(pipe, n) -> tuple:

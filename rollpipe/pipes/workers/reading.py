@@ -103,8 +103,6 @@ class ProcessReading(WorkerReading):
             check_integer("n_buffers", n_buffers, pipe=self, leaf="n_buffers")
         is_list = isinstance(affinity, (list, tuple)) and len(affinity) > 0
         check_coordinator_option(self, "affinity", affinity is None or is_list, "a list, or None")
-        is_time = isinstance(spin, (int, float)) and spin >= 0
-        check_coordinator_option(self, "spin", is_time, "seconds >= 0")
         check_affinity(affinity)
         start_method_for(start_method, worker_threads)
 

@@ -159,7 +159,7 @@ class Slot:
 
             # Who keeps a small array would keep the whole slot.
             if on_release is None or spec.size < SMALL:
-                return _copied(x)
+                return nested.snapshot(x)
             lent[id(source)] = source
             return x
 
@@ -187,10 +187,6 @@ class Slot:
         for memory in (*self.item_memory, self.layout_memory):
             memory.close()
         self.cache = ViewCache()
-
-
-def _copied(x):
-    return x.clone() if isinstance(x, torch.Tensor) else x.copy()
 
 
 def _call_when_gone(arrays, function):
