@@ -278,7 +278,7 @@ def test_what_cannot_work_is_named_before_anything_is_made(tmp_path, capsys):
             "--set",
             "steps=1000",
         ): "--set steps: the steps of a branch are those of its updates",
-        ("--at", "3", "--set", "clip=0.1", "--updates", "0"): "--updates must be at least 1",
+        ("--at", "3", "--set", "clip=0.1", "--updates", "0"): "an integer updates >= 1",
         (
             "--at",
             "3",

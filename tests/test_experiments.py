@@ -175,7 +175,7 @@ def test_what_cannot_work_is_refused_before_anything_begins(tmp_path, capsys, mo
         ("--seeds 4-0", "got 4-0"),
         ("--seeds x", "such as 0-4 or 0,3,7, got x"),
         ("--seeds 0-1 --seed 3", "either --seed or --seeds, not both"),
-        ("--seeds 0-1 --jobs 0", "--jobs must be at least 1, got 0"),
+        ("--seeds 0-1 --jobs 0", "an integer jobs >= 1"),
         ("--jobs 2", "so it needs --seeds"),
         ("--seeds 0 --overwrite --continue", "either --continue or --overwrite"),
         ("--seeds 0,5 --lanes 0", "n=0"),

@@ -17,8 +17,7 @@ from rollpipe.agents.checkpoint import keep_checkpoint
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import start
-from rollpipe.runs.logs import read_metrics
-from rollpipe.runs.progress import Progress
+from rollpipe.runs.logs import Progress, read_metrics
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 

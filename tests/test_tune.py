@@ -288,8 +288,8 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
         assert main([*WORDS, "--trials", "1", *words]) == 2
         assert text in capsys.readouterr().err
 
-    refused("--trials must be at least 1", "--trials", "0")
-    refused("--jobs must be at least 1", "--jobs", "0")
+    refused("an integer trials >= 1", "--trials", "0")
+    refused("an integer jobs >= 1", "--jobs", "0")
     refused("seeds", "--seeds", "five")
     refused(
         "workers: rollpipe tune trains in its own process. Expected workers=0, and --jobs N for N trials at a time, got 2",

@@ -10,18 +10,17 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..agents.shared_options import summary_of
 from ..pipes.data.errors import PipeError
-from ..results.ablation import ablate_command, add_ablate
+from ..results.ablation import ablate, ablate_command
 from ..results.bench import bench_command
 from ..results.experiments import train_or_experiment
 from ..results.live import live_command
 from ..results.report import report_command
-from ..runs.asking import add_edit, edit_command
+from ..runs.asking import edit_command
 from rollpipe.runs.commands import (
-    PLOT_OPTIONS,
     TYPED_OPTIONS,
     Interrupted,
     UsageError,
@@ -34,18 +33,17 @@ from rollpipe.runs.commands import (
     profile_command,
     watch_command,
 )
-from ..runs.export import FORMATS
 from ..runs.fork import fork_command
-from ..runs.moments import diff_command, verify_command
+from ..runs.moments import diff_command, replay_command, verify_command
 from ..runs.pack import data_command, local_copy, pack_command
-from ..runs.replay import replay_command
+from ..runs.plots import learning_curve
 from ..runs.signals import nobody_reads, stop_signals
 from ..settings.algorithms import ALGORITHMS, load_plugins, options_for
 from ..settings.config import allow_edits
 from ..settings.listing import list_command
-from ..settings.options import add_options, nearest
+from ..settings.options import add_options, add_parameters, nearest, typed_arguments
 from ..settings.overview import COMMANDS, Parser, general_options, top_parser
-from ..tuning.tune import tune_command
+from ..tuning.tune import Search, tune_command
 
 # %% auto #0
 __all__ = ['COMMON', 'USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
@@ -153,25 +151,16 @@ _OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard -
 _OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
 
 
-def _add_commands_for_runs(command):
+def _add_commands_for_runs(command, declared):
     "Add the commands that compare, repeat, fork, edit or watch runs that exist."
-    # Compare two runs
-    sub = command("diff", diff_command)
-    sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
-    sub.add_argument(
+    declared("diff", diff_command, "with_numbers").add_argument(
         "--numbers",
+        dest="with_numbers",
         action="store_true",
         help="make the first update that differs once more in both, and tell both numbers",
     )
-
-    # Repeat updates
-    sub = command("verify", verify_command)
-    sub.add_argument("run", metavar="RUN", help="folder of a run")
-    sub.add_argument(
-        "--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]"
-    )
-    sub = command("replay", replay_command)
-    sub.add_argument("run", metavar="RUN", help="folder of a run")
+    declared("verify", verify_command)
+    sub = declared("replay", replay_command, "update")
     which = sub.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--update", type=int, metavar="N", help="the N-th update: its batch is collected again"
@@ -183,100 +172,46 @@ def _add_commands_for_runs(command):
         const=None,
         help="the update that failed: its batch is in RUN/crash",
     )
-    sub.add_argument(
-        "--pdb",
-        action="store_true",
-        help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error",
-    )
+    declared("data", data_command)
 
-    # Show what is recorded
-    sub = command("data", data_command)
-    sub.add_argument(
-        "recording", metavar="RECORDING", help="folder of a recording, or of a run that records"
-    )
-    sub.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="picture of the distribution to write, too, such as .svg or .png",
-    )
-
-    # Begin another run at an update of this one
-    sub = command("fork", fork_command)
-    sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
+    # Runs with other options
+    sub = declared("fork", fork_command, "changes", "out")
+    _add_changes(sub, "an option that is another one from there on")
+    sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
+    sub = command("ablate", ablate_command)
+    add_parameters(sub, ablate, ("at", "options"))
+    _add_changes(sub, "an option and its other values, each of which makes a branch of its own")
     sub.add_argument(
         "--at",
-        type=int,
-        metavar="N",
-        help="number of updates after which the fork begins [those of its newest checkpoint]",
+        required=True,
+        metavar="N,N",
+        help="numbers of updates after which it is branched, such as 100,200,300",
     )
+    sub = declared("edit", edit_command, "changes")
+    _add_changes(sub, "an option that is another one from now on")
+    declared("live", live_command)
+
+    # Pictures of runs
+    sub = command("plot", plot_command)
+    add_parameters(sub, learning_curve, ("path",))
     sub.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option that is another one from there on",
-    )
-    sub.add_argument(
-        "--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]"
-    )
-    sub.add_argument(
-        "--noise",
-        type=int,
-        default=0,
-        metavar="N",
-        help="1, 2, ...: other random numbers from there on [0: those of RUN]",
-    )
-    sub.add_argument(
-        "--new-episodes",
-        action="store_true",
-        help="begin new episodes, because the environment is another one, say",
-    )
-    sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
-    sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-
-    # Fork with parts left out, edit a run that goes on, and watch runs
-    add_ablate(command("ablate", ablate_command))
-    add_edit(command("edit", edit_command))
-    command("live", live_command).add_argument(
-        "runs", metavar="RUN", nargs="+", help="folders of runs"
+        "--out",
+        metavar="FILE",
+        help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
     )
 
 
-class _ParentParsers(NamedTuple):
-    """Parsers of options that several commands share. All have the general ones.
-
-    Args:
-        general: the options of all commands
-        policy: for a trained policy
-        playing: for playing it
-        settings: for building a training
-        training: for running it
-        demo: for the training of the demo
-    """
-
-    general: Parser
-    policy: Parser
-    playing: Parser
-    settings: Parser
-    training: Parser
-    demo: Parser
+def _add_changes(parser, meaning):
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="NAME=VALUE", help=meaning
+    )
 
 
 def _parent_parsers():
+    """Parsers of options that several commands share: the general ones, those of a training that is
+    built, of one that runs, and of the demo.
+    """
     general = general_options()
-
-    # A trained policy
-    policy = Parser(add_help=False, parents=[general])
-    policy.add_argument(
-        "run",
-        metavar="RUN",
-        help="folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub",
-    )
-    policy.add_argument(
-        "--best",
-        action="store_true",
-        help="the policy with the best evaluation, instead of the last one",
-    )
 
     # A training that is built
     settings = Parser(add_help=False, parents=[general])
@@ -314,31 +249,9 @@ def _parent_parsers():
 
     # The demo collects in its own process.
     demo = Parser(add_help=False, parents=[general, logs])
-    of_demo = [option for option in TYPED_OPTIONS if option.name in ("steps", "device")]
+    of_demo = [option for option in TYPED_OPTIONS if option.name in ("steps", "device", "seed")]
     add_options(demo, of_demo, grouped=False)
-
-    # Episodes that are played
-    playing = Parser(add_help=False, parents=[policy])
-    playing.add_argument(
-        "--seed", type=int, help="seed of the episodes [different episodes each time]"
-    )
-    playing.add_argument(
-        "--max-episode-steps",
-        type=int,
-        metavar="N",
-        help="largest number of steps of an episode, which is then truncated [as in the training]",
-    )
-    playing.add_argument(
-        "--sample", action="store_true", help="draw actions, instead of taking the most likely one"
-    )
-    return _ParentParsers(
-        general=general,
-        policy=policy,
-        playing=playing,
-        settings=settings,
-        training=training,
-        demo=demo,
-    )
+    return general, settings, training, demo
 
 # %% ../../nbs/cli/00_main.ipynb #6d236568
 def _timed(settings, seconds, meaning, svg=False):
@@ -353,54 +266,11 @@ def _timed(settings, seconds, meaning, svg=False):
 def _searching(settings):
     "A parser with the options in `settings` and those of a search."
     parser = Parser(add_help=False, parents=[settings])
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=50,
-        metavar="N",
-        help="trials in the study, with those that are over already [50]",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="trials at a time, each in a process [1]"
-    )
-    parser.add_argument(
-        "--seeds",
-        default="1000-1001",
-        help="seeds that each trial trains with, apart from those of runs [1000-1001]",
-    )
-    parser.add_argument(
-        "--evaluations",
-        type=int,
-        default=10,
-        metavar="N",
-        help="evaluations of each training; "
-        "after a third of the first one, poor trials end early [10]",
-    )
+    add_parameters(parser, Search, ("args",))
 
-    # Its files
-    parser.add_argument(
-        "--storage",
-        metavar="DIR",
-        help="folder of the study, from which it goes on [tuning/ALGO-ENV]",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="the preset [preset.toml in the folder of the study]"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace that file, whoever has written it"
-    )
     # Internal: number:trials, for one of several processes of a search
     parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser
-
-
-def _add_searches(command, settings):
-    "Add the commands that try settings."
-    add_algorithms(
-        command("autotune", autotune_command),
-        _timed(settings, 60, "for all settings together"),
-    )
-    add_algorithms(command("tune", tune_command), _searching(settings))
 
 
 def _add_list(parser):
@@ -418,155 +288,64 @@ def _add_list(parser):
     )
 
 
-def _add_pack(parser):
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder to write [pack in the folder of the run]"
-    )
-    parser.add_argument(
-        "--episodes",
-        type=int,
-        default=20,
-        help="number of episodes of the evaluation on the card [20]",
-    )
-    parser.add_argument(
-        "--seed", type=int, help="seed of these episodes [different episodes each time]"
-    )
-    parser.add_argument(
-        "--push",
-        metavar="OWNER/NAME",
-        help="send the folder to the Hugging Face Hub under this name",
-    )
-
-
-def _add_bench(parser):
-    parser.add_argument(
-        "spec",
-        metavar="SPEC",
-        help="TOML file with the rows, such as benchmarks/specs/classic.toml",
-    )
-    parser.add_argument(
-        "--seeds",
-        metavar="SEEDS",
-        help="train each row with these seeds, such as 0-4 or 0,3,7 [those of the file]",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="number of runs at a time [1]"
-    )
-
-    # Its runs
-    parser.add_argument(
-        "--dir",
-        metavar="DIR",
-        help="folder of the runs; what is complete in it is not run again [runs/SPEC]",
-    )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="begin unfinished runs anew, instead of going on from their checkpoints: "
-        "for runs that cannot go on exactly",
-    )
-    parser.add_argument("--quiet", action="store_true", help="show no progress of the runs")
-    parser.add_argument("--address", help="address of the Ray cluster that the file names, if any")
-
-
-def _add_report(parser):
-    parser.add_argument(
-        "folder", metavar="DIR", help="folder of a bench, or one with the folders of runs"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder for report.md, .csv, .jsonl, .png and .html [the same]"
-    )
-
-
-def _add_demo(parser):
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of networks, environments and actions [0]"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="RUN",
-        default="runs/demo",
-        help="folder; a run in it is replaced [runs/demo]",
-    )
-
-
 def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
-    parents = _parent_parsers()
-    parser, commands = top_parser(parents.general)
+    general, settings, training, demo = _parent_parsers()
+    parser, commands = top_parser(general)
     parser.set_defaults(parser=parser)
 
-    def command(name, function, parent=parents.general):
+    def command(name, function, parent=general):
         sub = commands.add_parser(
             name, parents=[parent], help=COMMANDS[name], description=COMMANDS[name]
         )
         sub.set_defaults(function=function, parser=sub)
         return sub
 
-    # Train
-    sub = command("train", train_or_experiment, parents.training)
+    def declared(name, function, *by_hand):
+        "A command whose options are the parameters of its function."
+        sub = command(name, lambda args: function(**typed_arguments(function, args)))
+        add_parameters(sub, function, (*by_hand, "imports"))
+        return sub
+
+    # Train, and what can be built as for a training
+    sub = command("train", train_or_experiment, training)
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
-    add_algorithms(sub, parents.training, runs=True)
-
-    # Play a trained policy
-    sub = command("evaluate", evaluate_command, parents.playing)
-    sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
-    sub.add_argument(
-        "--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4"
-    )
-    sub.add_argument(
-        "--device", default="cpu", help="where the policy is: cpu, cuda, cuda:1, mps or auto [cpu]"
-    )
-    sub.add_argument(
-        "--n-envs",
-        type=int,
-        metavar="N",
-        help="environments side by side "
-        "[at most 8; 1 if a test finds that they disturb one another]",
-    )
-    sub = command("watch", watch_command, parents.playing)
-    sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
-    sub.add_argument(
-        "--record",
-        metavar="FILE",
-        help="write a film of these episodes, .gif or .mp4, instead; this needs no display",
-    )
-
-    # Hand it to others
-    sub = command("export", export_command, parents.policy)
-    sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]",
-    )
-    _add_pack(command("pack", pack_command, parents.policy))
-
-    # Pictures of runs, and of a pipeline
-    sub = command("plot", plot_command)
-    sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
-    )
-    add_options(sub, PLOT_OPTIONS)
-    add_algorithms(command("graph", graph_command), parents.settings)
+    add_algorithms(sub, training, runs=True)
+    add_algorithms(command("graph", graph_command), settings)
     add_algorithms(
         command("profile", profile_command),
-        _timed(parents.settings, 3, "how long it is measured", svg=True),
+        _timed(settings, 3, "how long it is measured", svg=True),
+    )
+    add_algorithms(
+        command("autotune", autotune_command), _timed(settings, 60, "for all settings together")
+    )
+    add_algorithms(command("tune", tune_command), _searching(settings))
+
+    # A trained policy
+    declared("evaluate", evaluate_command)
+    declared("watch", watch_command)
+    declared("export", export_command)
+    declared("pack", pack_command, "repo").add_argument(
+        "--push",
+        dest="repo",
+        metavar="OWNER/NAME",
+        help="send the folder to the Hugging Face Hub under this name",
     )
 
-    # Runs that exist, searches, many runs, lists
-    _add_commands_for_runs(command)
-    _add_searches(command, parents.settings)
-    _add_bench(command("bench", bench_command))
-    _add_report(command("report", report_command))
+    # Runs that exist, many runs, lists
+    _add_commands_for_runs(command, declared)
+    declared("bench", bench_command)
+    declared("report", report_command)
     _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))
-    _add_demo(command("demo", demo_command, parents.demo))
+    command("demo", demo_command, demo).add_argument(
+        "--out",
+        metavar="RUN",
+        default="runs/demo",
+        help="folder; a run in it is replaced [runs/demo]",
+    )
     return parser
 
 # %% ../../nbs/cli/00_main.ipynb #6247b603
@@ -667,7 +446,7 @@ def _as_typed(args, words, leaf):
 
     A flag of the command counts only if it was typed, because a key of a file may have its name.
     """
-    if any(word.startswith(f"{leaf}=") for word in getattr(args, "set", ())):
+    if any(word.startswith(f"{leaf}=") for word in getattr(args, "changes", ())):
         return f"--set {leaf}"
     flag = _flags(args).get(str(leaf))
     if any(word.partition("=")[0] == flag for word in words):

@@ -18,7 +18,7 @@ import numpy as np
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.nested import first_difference
 from ..pipes.keeping.files import make_folder
-from .experiments import check_counts, python_words, run_all, typed_command
+from .experiments import python_words, run_all
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.changes import changed_run, options_in
@@ -30,11 +30,16 @@ from ..runs.moments import checkpoint_before
 from ..settings.algorithms import options_for
 from ..settings.config import ENDLESS, with_steps
 from ..settings.files import name_address
-from ..settings.options import add_options, import_words, options_of, parse_value, typed
-from ..settings.overview import Parser
+from rollpipe.settings.options import (
+    import_words,
+    parse_value,
+    typed,
+    typed_arguments,
+    typed_command,
+)
 
 # %% auto #0
-__all__ = ['ABLATE_OPTIONS', 'Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
+__all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'ablate_command']
 
 # %% ../../nbs/results/06_ablation.ipynb #6d45e353
 class Branch(NamedTuple):
@@ -424,51 +429,19 @@ def _compared(run, branches, newest, metric, updates, last):
     return Ablation(title, metric, last, pairs, notes)
 
 # %% ../../nbs/results/06_ablation.ipynb #6565e2d4
-ABLATE_OPTIONS = options_of(dict(ablate=ablate))
-
-
-def add_ablate(parser: Parser) -> None:
-    "Add the options of the command."
-    add = parser.add_argument
-    add("run", metavar="RUN", help="folder of a run, which is not changed")
-    add(
-        "--at",
-        required=True,
-        metavar="N,N",
-        help="numbers of updates after which it is branched, such as 100,200,300",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,VALUE",
-        required=True,
-        help="an option and its other values, each of which makes a branch of its own",
-    )
-    add_options(parser, ABLATE_OPTIONS, grouped=False)
-
-
 def ablate_command(args: Namespace) -> None:
     "Branch a run, and print what its options change."
-    check_counts(args, "updates", "repeat", "jobs")
-    values = options_in(args.set, args.run, several=True)
+    arguments = typed_arguments(ablate, args)
+
     try:
-        at = parse_value(args.at, ("int,...",))
+        arguments["at"] = parse_value(args.at, ("int,...",))
     except ValueError:
         raise DataError(
             "not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at
         ) from None
+    arguments["options"] = options_in(args.changes, args.run, several=True)
 
-    names = [option.name for option in ABLATE_OPTIONS if hasattr(args, option.name)]
-    options = {name: getattr(args, name) for name in names}
-    print(
-        ablate(
-            args.run,
-            at,
-            values,
-            **options,
-        )
-    )
-    out = Path(options.get("out") or _beside(folder_of(args.run)))
+    print(ablate(**arguments))
+    out = Path(arguments.get("out") or _beside(folder_of(args.run)))
     paths = [out / f"report.{kind}" for kind in ("md", "csv", "png", "html")]
     print(typed_command(*paths))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,25 +17,32 @@ from typing import NamedTuple
 from rollpipe.pipes.data.errors import (
     CheckpointError,
     DataError,
+    check_integer,
     describe_exception,
     located,
-    similar,
 )
 from ..pipes.keeping.files import make_folder, write_json
-from .experiments import check_counts, python_words, run_all, typed_command
+from .experiments import python_words, run_all
 from ..runs.autotune import command_for
 from ..runs.commands import find_run
 from ..runs.folder import needed_modules
 from ..runs.locks import files_of_run, locked
-from ..runs.logs import is_complete, read_evaluations
-from ..runs.progress import format_number
+from ..runs.logs import format_number, is_complete, read_evaluations
 from ..settings.algorithms import ALGORITHMS, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
-from ..settings.files import Resolved, check_address, checked, name_address, read_table
-from ..settings.options import parse_seeds, typed
+from rollpipe.settings.files import (
+    Resolved,
+    check_address,
+    check_keys,
+    checked,
+    name_address,
+    read_table,
+    unknown_name,
+)
+from ..settings.options import parse_seeds, typed, typed_command
 
 # %% auto #0
-__all__ = ['BENCH', 'BENCH_FORMAT', 'SpecRow', 'Published', 'Spec', 'check_keys', 'published_of', 'read_spec', 'Job', 'jobs_of',
+__all__ = ['BENCH', 'BENCH_FORMAT', 'SpecRow', 'Published', 'Spec', 'published_in', 'published_of', 'read_spec', 'Job', 'jobs_of',
            'progress_of', 'read_bench', 'bench_file', 'bench_command']
 
 # %% ../../nbs/results/01_bench.ipynb #18cbf930
@@ -105,82 +111,6 @@ class Spec(NamedTuple):
     rows: list
     published: list
 
-# %% ../../nbs/results/01_bench.ipynb #a29c1aa8
-def _unknown(where, kind, name, known):
-    near = similar(name, known) or known
-    return DataError(
-        f"{where}: there is no {kind} {name!r}",
-        expected=", ".join(near),
-    )
-
-
-def _is_number(x):
-    "Whether it is a finite number that a float can hold."
-    is_real = isinstance(x, (int, float)) and not isinstance(x, bool)
-    return is_real and abs(x) <= sys.float_info.max
-
-
-def _is_list_of(kind, x):
-    return isinstance(x, list) and all(map(_KINDS[kind], x))
-
-
-# What a key may hold, in the words of a message -> whether a value is such.
-_KINDS: dict = {
-    "anything": lambda x: True,
-    "a text": lambda x: isinstance(x, str),
-    "a number": _is_number,
-    "a whole number": lambda x: isinstance(x, int) and _is_number(x),
-    "a table": lambda x: isinstance(x, dict),
-    "a text or a list of whole numbers": lambda x: (
-        isinstance(x, str) or _is_list_of("a whole number", x)
-    ),
-    "a list of texts": lambda x: _is_list_of("a text", x),
-    "a list of whole numbers": lambda x: _is_list_of("a whole number", x),
-    "tables, such as [[row]]": lambda x: _is_list_of("a table", x),
-    "last or best": lambda x: x in ("last", "best"),
-}
-
-# Keys that a file of JSON may set to null, as if they were not there.
-_MAY_BE_NULL = ("threshold", "sd")
-
-
-def check_keys(
-    table: dict,
-    kinds: dict,
-    where: str,
-    needed: Collection = (),
-    has_others: bool = False,
-) -> None:
-    """Check what the keys of a table hold. Raises `DataError` for an unknown key, a wrong kind of
-    value, and a key that is missing.
-
-    Args:
-        kinds: key -> kind of its value, of `_KINDS`
-        where: beginning of the message, such as the file
-        needed: keys that must be there
-        has_others: whether there may be other keys, which hold anything
-    """
-    for name, value in table.items():
-        if name not in kinds:
-            if has_others:
-                continue
-            raise _unknown(where, "key", name, kinds)
-        is_absent = value is None and name in _MAY_BE_NULL
-        if not is_absent and not _KINDS[kinds[name]](value):
-            raise DataError(
-                f"{where}: wrong type of value",
-                leaf=name,
-                expected=kinds[name],
-                got=repr(value)[:80],
-            )
-    for name in needed:
-        if name not in table:
-            raise DataError(
-                f"{where}: a key is missing",
-                expected=name,
-                got=", ".join(table) or "nothing",
-            )
-
 # %% ../../nbs/results/01_bench.ipynb #71d0a002
 # Keys of a row, or of the whole file for all rows
 _SHARED = dict(
@@ -195,8 +125,8 @@ _OF_A_ROW = dict(
     algorithm="a text",
     env="a text",
     label="a text",
-    options="a table",
-    env_kwargs="a table",
+    options="names with values",
+    env_kwargs="names with values",
     threshold="a number",
     **_SHARED,
 )
@@ -218,7 +148,7 @@ def _row(table, where):
     check_keys(table, _OF_A_ROW, where, needed=("algorithm", "env"))
     algorithm = table["algorithm"]
     if algorithm not in ALGORITHMS:
-        raise _unknown(where, "algorithm", algorithm, ALGORITHMS)
+        raise unknown_name(where, "algorithm", algorithm, ALGORITHMS)
     every = table.get("every")
     if every is not None and every < 1:
         raise DataError(
@@ -274,6 +204,11 @@ _PUBLISHED = dict(
     of="last or best",
     source="a text",
 )
+
+
+def published_in(tables: list, pairs: Collection, where: str) -> list[Published]:
+    "The figures in some tables. Raises as `published_of` does."
+    return [published_of(x, pairs, f"{where}, published {i}") for i, x in enumerate(tables, 1)]
 
 
 def published_of(table: dict, pairs: Collection, where: str) -> Published:
@@ -350,16 +285,7 @@ def read_spec(path: str | Path) -> Spec:
             )
 
     pairs = [(row.algorithm, row.env) for row in rows]
-    published = []
-    for i, table in enumerate(published_tables, 1):
-        published.append(
-            published_of(
-                table,
-                pairs,
-                f"{path}, published {i}",
-            )
-        )
-    return Spec(title, rows, published)
+    return Spec(title, rows, published_in(published_tables, pairs, str(path)))
 
 # %% ../../nbs/results/01_bench.ipynb #b8dbe372
 class Job(NamedTuple):
@@ -442,12 +368,7 @@ def progress_of(job: Job) -> str:
         **run.config,
         "steps": job.config["steps"],
     }
-    is_over = is_complete(
-        job.folder,
-        config,
-        run.counters,
-        run.history.stopped,
-    )
+    is_over = is_complete(job.folder, run._replace(config=config))
     return "complete" if is_over else "unfinished"
 
 
@@ -529,16 +450,7 @@ def read_bench(folder: Path) -> dict | None:
             )
 
     pairs = [(row["algorithm"], row["env"]) for row in rows]
-    published = []
-    for i, table in enumerate(bench.get("published", []), 1):
-        published.append(
-            published_of(
-                table,
-                pairs,
-                f"{where}, published {i}",
-            )
-        )
-    return {**bench, "published": published}
+    return {**bench, "published": published_in(bench.get("published", []), pairs, where)}
 
 
 def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
@@ -564,8 +476,12 @@ def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
                 command=job.command,
             )
         )
-    published = [x._asdict() for x in spec.published]
-    return dict(format=BENCH_FORMAT, title=spec.title, rows=rows, published=published)
+    return dict(
+        format=BENCH_FORMAT,
+        title=spec.title,
+        rows=rows,
+        published=[x._asdict() for x in spec.published],
+    )
 
 
 def _rows_of(bench):
@@ -623,9 +539,9 @@ def _check_buildable(jobs):
             ) from e
 
 
-def _words(job, args, state):
+def _words(job, state, restart, quiet):
     "The words of the command that trains a run, or continues it."
-    restarts = args.restart and state == "unfinished"
+    restarts = restart and state == "unfinished"
     _, *words_of_command = shlex.split(job.command)  # without `rollpipe`
     return [
         *python_words(),
@@ -633,56 +549,72 @@ def _words(job, args, state):
         *typed(["--seed", job.seed, "--out", job.folder]),
         "--overwrite" if restarts else "--continue",
         "--no-tensorboard",
-        *(["--quiet"] if args.quiet else []),
+        *(["--quiet"] if quiet else []),
     ]
 
 
-def bench_command(args: Namespace) -> None:
-    "Train the missing runs, a few at a time."
+def bench_command(
+    specification: str,
+    seeds: str | None = None,
+    jobs: int = 1,
+    dir: str | None = None,
+    restart: bool = False,
+    quiet: bool = False,
+    address: str | None = None,
+    imports: Sequence = (),
+) -> None:
+    """Train the missing runs, a few at a time.
+
+    Args:
+        specification: TOML file with the rows, such as benchmarks/specs/classic.toml
+        seeds: train each row with these seeds, such as 0-4 or 0,3,7 [those of the file]
+        jobs: number of runs at a time
+        dir: folder of the runs; what is complete in it is not run again [runs/SPEC]
+        restart: begin unfinished runs anew, instead of going on from their checkpoints: for runs
+            that cannot go on exactly
+        quiet: show no progress of the runs
+        address: address of the Ray cluster that the file names, if any
+        imports: modules that the user has named
+    """
     # The specification, with the seeds that were typed
-    check_counts(args, "jobs")
-    name_address(args.address)
-    spec = read_spec(args.spec)
-    if args.seeds is not None:
-        seeds = parse_seeds(args.seeds)
-        spec = spec._replace(rows=[row._replace(seeds=seeds) for row in spec.rows])
+    check_integer("jobs", jobs)
+    name_address(address)
+    spec = read_spec(specification)
+    if seeds is not None:
+        rows = [row._replace(seeds=parse_seeds(seeds)) for row in spec.rows]
+        spec = spec._replace(rows=rows)
     for row in spec.rows:
-        _check_named(row, args.spec)
+        _check_named(row, specification)
 
     # What cannot work is refused before anything is made.
-    folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
-    jobs = jobs_of(
-        spec.rows,
-        folder,
-        tuple(getattr(args, "imports", ())),
-    )
+    folder = Path(dir or f"runs/{Path(specification).stem}")
+    runs = jobs_of(spec.rows, folder, tuple(imports))
     _check_rows(folder, read_bench(folder), spec)
-    states, damaged = _states(jobs)
-    _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
+    states, damaged = _states(runs)
+    _check_buildable([run for run in runs if states.get(run.name) in ("missing", "unfinished")])
 
     make_folder(folder)
     with locked(folder):
         # Another bench may have ended before we had the lock.
-        states, damaged = _states(jobs)
+        states, damaged = _states(runs)
         write_json(
             folder / BENCH,
-            bench_file(spec, jobs, read_bench(folder)),
+            bench_file(spec, runs, read_bench(folder)),
         )
-        todo = [job for job in jobs if states.get(job.name) in ("missing", "unfinished")]
-        n_complete = len(jobs) - len(todo) - len(damaged)
-        steps = sum(job.config["steps"] for job in todo)
+        todo = [run for run in runs if states.get(run.name) in ("missing", "unfinished")]
+        n_complete = len(runs) - len(todo) - len(damaged)
+        steps = sum(run.config["steps"] for run in todo)
         print(
-            f"{spec.title}: {n_complete} of {len(jobs)} runs are complete, {len(todo)} to do "
-            f"({format_number(steps)} steps), {args.jobs} at a time, in {folder}",
+            f"{spec.title}: {n_complete} of {len(runs)} runs are complete, {len(todo)} to do "
+            f"({format_number(steps)} steps), {jobs} at a time, in {folder}",
             flush=True,
         )
-        commands = {job.name: _words(job, args, states[job.name]) for job in todo}
-        outcome = run_all(commands, args.jobs)
+        commands = {run.name: _words(run, states[run.name], restart, quiet) for run in todo}
+        outcome = run_all(commands, jobs)
 
     # Damaged runs have failed before they began.
     of_damaged = [f"{name}: {problem}" for name, problem in damaged.items()]
     failed = of_damaged + outcome.failed
     report = f"see the results: {typed_command('rollpipe', 'report', folder)}"
-    way_on = f"the same command goes on; {report}"
-    outcome._replace(failed=failed).check(len(jobs), way_on=way_on)
-    print(f"all {len(jobs)} runs are complete; {report}")
+    outcome._replace(failed=failed).check(len(runs), way_on=f"the same command goes on; {report}")
+    print(f"all {len(runs)} runs are complete; {report}")

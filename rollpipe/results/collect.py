@@ -18,13 +18,11 @@ from gymnasium.envs.registration import registry
 from ..agents.shared_options import Every
 from ..pipes.data.errors import DataError, PipeError, located
 from ..ranks.launch import launching_words
-from .bench import BENCH, check_keys, read_bench
-from .experiments import typed_command
+from .bench import BENCH, read_bench
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
-from ..runs.plots import group_runs
-from ..settings.config import is_over
-from ..settings.files import read_table
-from ..settings.options import import_words
+from ..runs.plots import differing_names, group_runs
+from ..settings.files import OF_CONFIG, check_keys, read_table
+from ..settings.options import import_words, typed_command
 from ..traces.history import REQUEST, History
 
 # %% auto #0
@@ -255,19 +253,6 @@ class Result(NamedTuple):
         return sum(int(r.get("cut_off", 0)) for r in self.evaluations)
 
 
-_OF_CONFIG = dict(
-    algorithm="a text",
-    env="a text",
-    steps="a whole number",
-    options="a table",
-    env_kwargs="a table",
-    versions="a table",
-    seed="a whole number",
-    ranks="a whole number",
-    imports="a list of texts",
-)
-
-
 def read_result(folder: Path, seed: int | None = None) -> Result:
     """Read the result of one run. `state` and `problem` tell what is wrong with it.
 
@@ -284,7 +269,7 @@ def read_result(folder: Path, seed: int | None = None) -> Result:
         where = f"{path}: not the configuration of a run"
         check_keys(
             request,
-            _OF_CONFIG,
+            OF_CONFIG,
             where,
             ("algorithm", "env", "steps"),
             has_others=True,
@@ -306,11 +291,7 @@ def read_result(folder: Path, seed: int | None = None) -> Result:
 
     # A run is complete when its last policy and its best one have been evaluated.
     steps = max((r["steps"] for r in evaluations), default=0)
-    has_ended = is_over(
-        config,
-        dict(steps=steps),
-        history.stopped,
-    )
+    has_ended = steps >= config["steps"] or history.stopped
     state = "complete" if has_ended and is_evaluated(folder, steps) else "unfinished"
     problem = "" if evaluations else "it has no evaluations by steps"
     return Result(
@@ -360,10 +341,9 @@ def differing_options(groups: Iterable) -> list:
 
     # An option that a run does not have is shown as a dash.
     differing = []
-    for name in dict.fromkeys(chain(*chain(*flat))):
+    for name in differing_names([*chain(*flat)]):
         values = [_values(configs, name) for configs in flat]
-        if len({*chain(*values)}) > 1:
-            differing.append((name, *map(" | ".join, values)))
+        differing.append((name, *map(" | ".join, values)))
     return differing
 
 # %% ../../nbs/results/02_collect.ipynb #97364635

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import queue
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..pipes.data.errors import DataError, WorkerError
+from ..pipes.data.errors import DataError, WorkerError, check_integer
 from ..pipes.workers.entry import guard, unguard
 from ..ranks import launched
 from rollpipe.runs.commands import (
@@ -34,11 +33,11 @@ from ..runs.locks import files_of_run
 from ..runs.logs import read_metrics
 from ..runs.signals import uninterrupted
 from ..settings.config import build
-from ..settings.options import parse_seeds, typed
+from ..settings.options import parse_seeds, typed, typed_command
 
 # %% auto #0
-__all__ = ['without', 'python_words', 'typed_command', 'RunProcess', 'EndedRuns', 'run_all', 'summary', 'experiment_command',
-           'check_counts', 'train_or_experiment']
+__all__ = ['without', 'python_words', 'RunProcess', 'EndedRuns', 'run_all', 'summary', 'experiment_command',
+           'train_or_experiment']
 
 # %% ../../nbs/results/00_experiments.ipynb #4109b8a7
 def without(words: list, values: tuple, flags: tuple = ()) -> list:
@@ -71,11 +70,6 @@ def python_words() -> list:
         "from rollpipe.cli.start import main; sys.exit(main())"
     )
     return [sys.executable, "-c", code]
-
-# %% ../../nbs/results/00_experiments.ipynb #1c18c3e1
-def typed_command(*words: object) -> str:
-    "A command as one types it; see `typed`."
-    return shlex.join(typed(words))
 
 # %% ../../nbs/results/00_experiments.ipynb #aa137571
 class RunProcess:
@@ -327,14 +321,6 @@ def _folders(args, seeds):
     return folders
 
 
-def check_counts(args: Namespace, *names: str) -> None:
-    "Raise `UsageError` for the first of these options of a command that is below 1."
-    for name in names:
-        n = getattr(args, name, 1)
-        if n < 1:
-            raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
-
-
 def train_or_experiment(args: Namespace) -> None:
     "Train one run, or with --seeds several."
     # A parser leaves out what was not typed.
@@ -348,7 +334,7 @@ def train_or_experiment(args: Namespace) -> None:
         )
 
     if jobs is not None:
-        check_counts(args, "jobs")
+        check_integer("jobs", jobs)
     if getattr(args, "proceed", False) and args.overwrite:
         raise UsageError("rollpipe train: either --continue or --overwrite, not both")
 

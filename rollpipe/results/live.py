@@ -9,7 +9,6 @@ import html
 import secrets
 import socket
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -211,8 +210,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def live_command(args: Namespace) -> None:
-    "Serve the page until Ctrl-C."
-    with Live(args.runs) as server:
+def live_command(runs: list) -> None:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        runs: folders of runs
+    """
+    with Live(runs) as server:
         print(f"{server.url}  (Ctrl-C ends it; the runs go on)", flush=True)
         server.serve_forever()

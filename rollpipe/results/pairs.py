@@ -15,7 +15,6 @@ from ..pipes.data.errors import DataError
 from .report import document, notes_html
 from rollpipe.results.tables import (
     Summary,
-    csv_lines,
     curve_over,
     draw_curve,
     figure_over,
@@ -24,7 +23,7 @@ from rollpipe.results.tables import (
     table_text,
     with_sd,
 )
-from ..runs.logs import read_records
+from ..runs.logs import csv_lines, read_records
 from ..runs.plots import LABELS, escaped_text, section, svg, table_html, wide
 
 # %% auto #0

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import html
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -23,7 +22,6 @@ from rollpipe.results.tables import (
     csv_text,
     curves_text,
     draw_curves,
-    draw_line,
     markdown,
     notes_of,
     panels,
@@ -32,6 +30,7 @@ from rollpipe.results.tables import (
 from rollpipe.runs.plots import (
     DIAGNOSTICS,
     LABELS,
+    draw_line,
     picture,
     section,
     svg,
@@ -216,9 +215,14 @@ def write_report(results: Results, folder: str | Path) -> list:
     return write_files(folder, contents)
 
 
-def report_command(args: Namespace) -> None:
-    "Write the report of a folder, and print its table."
-    results = read_results(args.folder)
-    paths = write_report(results, args.out or args.folder)
+def report_command(folder: str, out: str | None = None) -> None:
+    """Write the report of a folder, and print its table.
+
+    Args:
+        folder: folder of a bench, or one with the folders of runs
+        out: folder for report.md, .csv, .jsonl, .png and .html [the same]
+    """
+    results = read_results(folder)
+    paths = write_report(results, out or folder)
     print(markdown(results))
     print("  ".join(map(str, paths)))

@@ -5,14 +5,12 @@
 # %% ../../nbs/results/03_tables.ipynb #e1905241
 from __future__ import annotations
 
-import csv
 import html
-import io
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations, cycle
 from textwrap import fill
@@ -31,14 +29,14 @@ from rollpipe.results.collect import (
     iqm,
     steps_to,
 )
-from ..runs.plots import LABELS, escaped_text, style
-from ..runs.progress import format_duration, format_number
+from ..runs.logs import csv_lines, format_duration, format_number
+from ..runs.plots import LABELS, draw_line, escaped_text, style
 from ..traces.history import past_in_words
 
 # %% auto #0
 __all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Summary', 'figure_over', 'figure_of', 'table_of', 'columns_and_rows',
-           'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_lines', 'csv_text', 'curves_text',
-           'Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_line', 'draw_curves']
+           'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_text', 'curves_text', 'Curve',
+           'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_curves']
 
 # %% ../../nbs/results/03_tables.ipynb #a146786d
 def short_number(x: float) -> str:
@@ -364,13 +362,6 @@ def _list(title, texts):
     return "\n".join([f"{title}:\n", *lines]) if lines else ""
 
 
-def csv_lines(rows: Iterable) -> str:
-    "Rows of cells as CSV."
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue()
-
-
 _COLUMNS = (
     "environment label algorithm seed state steps "
     "last best_evaluation best steps_to_threshold seconds resumes"
@@ -587,35 +578,7 @@ _STYLES = (
 
 def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
     "Draw a curve with its band."
-    axes.fill_between(
-        curve.steps,
-        curve.low,
-        curve.high,
-        color=color,
-        alpha=0.2,
-        linewidth=0,
-    )
-    draw_line(
-        axes,
-        curve.steps,
-        curve.middle,
-        color,
-        label,
-        linewidth=1.6,
-    )
-
-
-def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, **style: Any) -> None:
-    "Draw a line, with its points if there are fewer than three."
-    marker = "." if len(x) < 3 else None
-    axes.plot(
-        x,
-        y,
-        color=color,
-        label=escaped_text(label),
-        marker=marker,
-        **style,
-    )
+    draw_line(axes, curve.steps, curve.middle, color, label, band=(curve.low, curve.high))
 
 
 def _draw(axes, results, env):

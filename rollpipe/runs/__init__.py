@@ -3,12 +3,10 @@
 from .asking import open_run
 from .folder import Run, resume, start
 from .fork import fork
-from .logs import MetricFiles, read_metrics
+from .logs import MetricFiles, Progress, read_metrics
 from .loops import resumed, saved
-from .moments import verify
+from .moments import replayed_run, verify
 from .pack import load_agent, pack
-from .replay import replayed_run
-from .progress import Progress
 from .training import Observer, Wish, observed, train
 from ..settings.config import make_config
 from ..traces.differences import diff

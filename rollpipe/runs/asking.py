@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import html
 import json
-from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -23,11 +22,12 @@ from ..pipes.profiling.report import Profile
 from .changes import WISHES, options_in
 from .folder import folder_of, load_run
 from .locks import COSTS, PAUSED, owner_of
-from .logs import read_metrics, read_records
+from .logs import format_duration, read_metrics, read_records
 from .mailbox import ask
 from rollpipe.runs.plots import (
     DIAGNOSTICS,
     LABELS,
+    chart,
     section,
     smooth,
     style,
@@ -36,16 +36,14 @@ from rollpipe.runs.plots import (
     thinned,
     wide,
 )
-from .progress import format_duration
 from ..settings.config import build
 from ..settings.options import parse_env_kwargs
-from ..settings.overview import Parser
 from ..traces.differences import JOURNAL
 from ..traces.history import in_words
 from ..traces.journal import read_journal
 
 # %% auto #0
-__all__ = ['view', 'OpenRun', 'open_run', 'add_edit', 'edit_command']
+__all__ = ['view', 'OpenRun', 'open_run', 'edit_command']
 
 # %% ../../nbs/runs/18_asking.ipynb #e1e28e90
 def _state(folder: Path) -> str:
@@ -107,11 +105,8 @@ def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
     """A metric over the steps: pale, averaged over neighbours down to 300 points, and the mean over
     a twentieth of them before each point.
     """
-    from matplotlib.figure import Figure
-
     x, y = thinned(metrics["steps"], metrics[name], 300)
-    figure = Figure(figsize=(3.8, 2.4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = chart(3.8, 2.4)
     is_short = len(x) < 20
     axes.plot(x, y, linewidth=1.2, alpha=1 if is_short else 0.3, marker="." if is_short else None)
     if not is_short:
@@ -264,53 +259,40 @@ def open_run(path: str | Path) -> OpenRun:
     return OpenRun(folder)
 
 # %% ../../nbs/runs/18_asking.ipynb #ddf6c782
-def add_edit(parser: Parser) -> None:
-    "Add the options of the command."
-    parser.add_argument("run", metavar="RUN", help="folder of a run that trains")
+def edit_command(
+    run: str,
+    changes: Sequence = (),
+    insert: str | None = None,
+    pause: bool = False,
+    go_on: bool = False,
+    save: bool = False,
+    stop: bool = False,
+    timeout: float = 60.0,
+    imports: Sequence = (),
+) -> None:
+    """Ask a training, and print its answers. Raises `DataError` for the first wish that is refused.
 
-    # Edits
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option that is another one from now on",
-    )
-    parser.add_argument(
-        "--insert",
-        metavar="MODULE:EDIT[,NAME=VALUE]",
-        help="a function pipe -> pipe, with arguments, of an --import MODULE",
-    )
-
-    # Other wishes
-    texts = dict(
-        pause="wait after this update",
-        go_on="end the pause",
-        save="write a checkpoint",
-        stop="save and end",
-    )
-    for name, text in texts.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long to wait for an answer [60]",
-    )
-
-
-def edit_command(args: Namespace) -> None:
-    "Ask a training, and print its answers. Raises `DataError` for the first wish that is refused."
+    Args:
+        run: folder of a run that trains
+        changes: options that are others from now on, each as NAME=VALUE
+        insert: MODULE:EDIT[,NAME=VALUE]: a function pipe -> pipe, with arguments, of an --import
+            MODULE
+        pause: wait after this update
+        go_on: end the pause
+        save: write a checkpoint
+        stop: save and end
+        timeout: how long to wait for an answer, in seconds
+        imports: modules that the user has named
+    """
     # Edits, whose module the user names
-    run = open_run(args.run)
+    training = open_run(run)
     wishes: list[dict[str, Any]] = []
-    if args.set:
-        wishes.append(dict(set=options_in(args.set, args.run)))
-    if args.insert:
-        name, *words = args.insert.split(",")
+    if changes:
+        wishes.append(dict(set=options_in(changes, run)))
+    if insert:
+        name, *words = insert.split(",")
         module = name.partition(":")[0]
-        if module not in getattr(args, "imports", ()):
+        if module not in imports:
             raise DataError(
                 f"the edit {name!r} needs its module",
                 leaf="--insert",
@@ -320,10 +302,11 @@ def edit_command(args: Namespace) -> None:
         wishes.append(dict(insert=name, kwargs=parse_env_kwargs(words)))
 
     # Then the other wishes; each is asked when the one before it has its answer.
-    wishes += [dict(do=name) for name in WISHES if getattr(args, name)]
+    asked = dict(zip(WISHES, (pause, go_on, save, stop), strict=True))
+    wishes += [dict(do=name) for name, is_asked in asked.items() if is_asked]
     if not wishes:
         raise DataError(
             "nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop"
         )
     for wish in wishes:
-        print(ask(run.folder, wish, args.timeout), flush=True)
+        print(ask(training.folder, wish, timeout), flush=True)

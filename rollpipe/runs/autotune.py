@@ -16,7 +16,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.profile import check_seconds, profile
 from ..pipes.profiling.report import Profile, share_text
@@ -193,9 +193,9 @@ def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
         config = make_config(algorithm, env, None, env_kwargs, **{**typed, **setting})
         profile = profile_config(config, seconds / 2)
     except Exception as e:
-        return Trial(setting, error=f"{type(e).__name__}: {e}")
+        return Trial(setting, error=describe_exception(e))
     if profile.error is not None:
-        return Trial(setting, error=f"{type(profile.error).__name__}: {profile.error}")
+        return Trial(setting, error=describe_exception(profile.error))
     return Trial(setting, profile)
 
 # %% ../../nbs/runs/11_autotune.ipynb #735edf9a

@@ -26,6 +26,7 @@ from .signals import Stopped, uninterrupted
 from .states import check_order, kept_states, lacking_pipes, why_inexact
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from rollpipe.settings.config import (
+    BESIDE_PRESET,
     RUN_OPTIONS,
     allow_edits,
     check_config,
@@ -92,8 +93,7 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
     config = Resolved({**checkpoint.config, "options": present})
 
     # Those that are others
-    of_run = [option for option in RUN_OPTIONS if option.name != "preset"]
-    known = {option.name: option for option in [*of_learning, *of_run]}
+    known = {option.name: option for option in [*of_learning, *BESIDE_PRESET]}
     options = as_json(checked(options, known.values(), who), who)
     options = with_steps(of_learning, options, options.get("steps", config["steps"]))
     values = {**config, **present}
@@ -108,7 +108,7 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
             check_value(ALGORITHMS[algorithm].learner, known[name].param, x)
         config = config.having(**{name: x})
         check_order(who, name, checkpoint.config, config)
-    run_options({option.name: config[option.name] for option in of_run})
+    run_options({option.name: config[option.name] for option in BESIDE_PRESET})
     check_config(config)
     if config["steps"] <= checkpoint.counters["steps"]:
         raise DataError(
@@ -253,8 +253,11 @@ def check_wish(wish: Any) -> dict:
         case {"insert": str(edit), "kwargs": {}, **rest} if not rest:
             if re.fullmatch(r"[A-Za-z_][\w.]*:\w+", edit):
                 return wish
-    forms = f"{', '.join(WISHES)}, an option to set, or an edit module:function"
-    raise DataError("not a wish", expected=forms, got=str(wish)[:80])
+    raise DataError(
+        "not a wish",
+        expected=f"{', '.join(WISHES)}, an option to set, or an edit module:function",
+        got=str(wish)[:80],
+    )
 
 
 def make_edit(run: Run, edit: dict, updates: Any = None) -> Run:

@@ -28,7 +28,7 @@ from rollpipe.runs.autotune import (
     table_row,
     trial_row,
 )
-from .export import FORMATS, PolicyFunction, export_policy
+from .export import PolicyFunction, export_policy, format_named
 from rollpipe.runs.folder import (
     Run,
     agent_of,
@@ -42,9 +42,8 @@ from rollpipe.runs.folder import (
 )
 from .joint import Follower, joint
 from .locks import RUN_FILES, files_of_run
-from .logs import is_complete
+from .logs import format_duration, format_number, is_complete
 from .plots import learning_curve
-from .progress import format_duration, format_number
 from .training import train
 from ..settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import (
@@ -57,20 +56,19 @@ from rollpipe.settings.config import (
     resolve,
 )
 from ..settings.files import NOT_ASKED, Asked, Resolved, check_address, settings_in
-from ..settings.options import options_of, parse_env_kwargs, shown
+from ..settings.options import parse_env_kwargs, shown, typed_arguments
 from ..traces.history import read_request
 from ..traces.observers import CRASH
 
 # %% auto #0
-__all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'asked_by', 'config_from', 'train_command',
-           'folder_name', 'default_folder', 'find_run', 'run_to_end', 'evaluate_command', 'watch_command',
-           'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
+__all__ = ['TYPED_OPTIONS', 'UsageError', 'Interrupted', 'asked_by', 'config_from', 'train_command', 'folder_name',
+           'default_folder', 'find_run', 'run_to_end', 'evaluate_command', 'watch_command', 'export_command',
+           'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
 # %% ../../nbs/runs/20_commands.ipynb #9493a7f0
 TYPED_OPTIONS = [
     option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS
 ]
-PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 
 class UsageError(Exception):
@@ -119,8 +117,7 @@ def asked_by(args: Namespace) -> Asked:
 
 def config_from(args: Namespace) -> Resolved:
     "The configuration that the command line asks for."
-    asked = asked_by(args)
-    return resolve(asked)
+    return resolve(asked_by(args))
 
 # %% ../../nbs/runs/20_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
@@ -148,8 +145,7 @@ def _run_for(args, launch, configured):
         if args.algorithm:
             raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
         path = folder_of(args.resume) if is_again else args.resume
-        names = ("steps", "device", "workers", "address")
-        return resume(path, *(getattr(args, name, None) for name in names))
+        return resume(path, **typed_arguments(resume, args))
 
     # A new run, or one that goes on
     config = configured()
@@ -165,7 +161,7 @@ def _run_for(args, launch, configured):
     stopped = newest.history.stopped
     is_as_before = earlier.config["steps"] == config["steps"]
     steps = newest.config["steps"] if is_as_before else config["steps"]
-    if not is_complete(folder, {**newest.config, "steps": steps}, earlier.counters, stopped):
+    if not is_complete(folder, newest._replace(config={**newest.config, "steps": steps})):
         return resume(folder, None if stopped else steps)  # what was stopped stays so
     why = f", and was stopped: {stopped}" if stopped else ""
     print(f"{folder} is complete, with {format_number(earlier.counters['steps'])} steps{why}")
@@ -209,7 +205,7 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
 
     # It is compared by what was asked for, and by how far it was extended since.
     request = read_request(folder)
-    extensions = [x["set"]["steps"] for x in checkpoint.history if x["event"] == "extended"]
+    extensions = [x["set"]["steps"] for x in checkpoint.history.named("extended")]
     steps = extensions[-1] if extensions else request["steps"]
     then = Resolved({**request, "steps": steps})
 
@@ -338,32 +334,74 @@ def _print_end(run: Run) -> None:
     )
 
 # %% ../../nbs/runs/20_commands.ipynb #2dda40a6
-def evaluate_command(args: Namespace) -> None:
-    "Evaluate a checkpoint."
-    checkpoint = load_run(args.run, args.best)
-    actor = policy_of(agent_of(checkpoint, args.device))
+def evaluate_command(
+    run: str,
+    best: bool = False,
+    seed: int | None = None,
+    max_episode_steps: int | None = None,
+    sample: bool = False,
+    episodes: int = 20,
+    record: str | None = None,
+    device: str = "cpu",
+    n_envs: int | None = None,
+) -> None:
+    """Evaluate a checkpoint.
+
+    Args:
+        run: folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub
+        best: the policy with the best evaluation, instead of the last one
+        seed: seed of the episodes [different episodes each time]
+        max_episode_steps: largest number of steps of an episode, which is then truncated [as in the
+            training]
+        sample: draw actions, instead of taking the most likely one
+        episodes: number of episodes
+        record: record a film of the first episode, .gif or .mp4
+        device: where the policy is: cpu, cuda, cuda:1, mps or auto
+        n_envs: environments side by side [at most 8; 1 if a test finds that they disturb one
+            another]
+    """
+    checkpoint = load_run(run, best)
     evaluation = evaluate(
-        actor=actor,
-        n_episodes=args.episodes,
-        n_envs=args.n_envs,
-        deterministic=not args.sample,
-        seed=args.seed,
-        record=args.record,
-        device=device_named(args.device),
-        **playing(checkpoint.config, args.max_episode_steps),
+        actor=policy_of(agent_of(checkpoint, device)),
+        n_episodes=episodes,
+        n_envs=n_envs,
+        deterministic=not sample,
+        seed=seed,
+        record=record,
+        device=device_named(device),
+        **playing(checkpoint.config, max_episode_steps),
     )
     print(evaluation)
-    if args.record:
-        print(f"film: {args.record}")
+    if record:
+        print(f"film: {record}")
 
 # %% ../../nbs/runs/20_commands.ipynb #baedaa31
 _FOREVER = 2**62  # number of episodes, and of steps in an episode
 
 
-def watch_command(args: Namespace) -> None:
-    "Show a trained policy in a window, or film it."
+def watch_command(
+    run: str,
+    best: bool = False,
+    seed: int | None = None,
+    max_episode_steps: int | None = None,
+    sample: bool = False,
+    episodes: int | None = None,
+    record: str | None = None,
+) -> None:
+    """Show a trained policy in a window, or film it.
+
+    Args:
+        run: folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub
+        best: the policy with the best evaluation, instead of the last one
+        seed: seed of the episodes [different episodes each time]
+        max_episode_steps: largest number of steps of an episode, which is then truncated [as in the
+            training]
+        sample: draw actions, instead of taking the most likely one
+        episodes: number of episodes [no end; 1 with --record]
+        record: write a film of these episodes, .gif or .mp4, instead; this needs no display
+    """
     # Each episode is told when it ends.
-    checkpoint = load_run(args.run, args.best)
+    checkpoint = load_run(run, best)
     agent = agent_of(checkpoint)
     returns = []
 
@@ -372,27 +410,26 @@ def watch_command(args: Namespace) -> None:
         print(f"episode {len(returns)}: return {ret:.1f}, {length} steps", flush=True)
 
     # A film has an end, and a window is open until somebody closes it.
-    options = dict(
-        playing(checkpoint.config, args.max_episode_steps),
+    options: dict = dict(
+        playing(checkpoint.config, max_episode_steps),
         n_envs=1,
-        deterministic=not args.sample,
-        seed=args.seed,
+        deterministic=not sample,
+        seed=seed,
         on_episode=tell,
     )
-    n_episodes = args.episodes
-    if n_episodes is None:
-        n_episodes = 1 if args.record else _FOREVER
-    if args.record:
-        options.update(record=args.record, record_episodes=n_episodes)
+    if episodes is None:
+        episodes = 1 if record else _FOREVER
+    if record:
+        options.update(record=record, record_episodes=episodes)
     else:
         options.update(render="human", max_steps=_FOREVER)
 
     # Ctrl-C ends a window, and what was seen so far is told.
     try:
-        evaluate(actor=policy_of(agent), n_episodes=n_episodes, **options)
+        evaluate(actor=policy_of(agent), n_episodes=episodes, **options)
     except KeyboardInterrupt as e:
         is_other_signal = bool(e.args) and e.args[0] != signal.SIGINT
-        if args.record or is_other_signal:
+        if record or is_other_signal:
             raise
 
     # What came of it
@@ -401,17 +438,24 @@ def watch_command(args: Namespace) -> None:
         print(f"mean return of {n} episode{'s' * (n != 1)}: {sum(returns) / n:.1f}")
     else:
         print("no whole episode")
-    if args.record:
-        print(f"film: {args.record}")
+    if record:
+        print(f"film: {record}")
 
 # %% ../../nbs/runs/20_commands.ipynb #06d559b1
-def export_command(args: Namespace) -> None:
-    "Write the policy of a run to a file that runs without rollpipe."
-    checkpoint = load_run(args.run, args.best)
+def export_command(run: str, best: bool = False, to: str = "onnx", out: str | None = None) -> None:
+    """Write the policy of a run to a file that runs without rollpipe.
+
+    Args:
+        run: folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub
+        best: the policy with the best evaluation, instead of the last one
+        to: format: onnx, torchscript or pt2
+        out: file to write [policy.onnx, .pt or .pt2 in the folder of the run]
+    """
+    checkpoint = load_run(run, best)
     actor = policy_of(agent_of(checkpoint))
-    path = Path(args.out or folder_of(args.run) / f"policy{FORMATS[args.to].suffix}")
+    path = Path(out or folder_of(run) / f"policy{format_named(to).suffix}")
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
-    is_checked = export_policy(actor, path, args.to, note)
+    is_checked = export_policy(actor, path, to, note)
 
     # What the file takes and gives, and whether it was compared
     policy = PolicyFunction(actor)
@@ -425,10 +469,9 @@ def export_command(args: Namespace) -> None:
 
 def plot_command(args: Namespace) -> None:
     "Draw learning curves."
-    names = [option.name for option in PLOT_OPTIONS if hasattr(args, option.name)]
-    options = {name: getattr(args, name) for name in names}
+    options = typed_arguments(learning_curve, args)
     out = args.out or _picture_of(args.runs, options)
-    learning_curve(args.runs, out, **options)
+    learning_curve(path=out, **options)
     print(out)
 
 
@@ -450,8 +493,13 @@ def graph_command(args: Namespace) -> None:
 def demo_command(args: Namespace) -> None:
     "Train from scratch, and compare the trained policy with a random one."
     device = getattr(args, "device", "cpu")
-    steps = getattr(args, "steps", 100_000)
-    config = make_config("trpo", "Pendulum-v1", steps=steps, seed=args.seed, device=device)
+    config = make_config(
+        "trpo",
+        "Pendulum-v1",
+        steps=getattr(args, "steps", 100_000),
+        seed=getattr(args, "seed", 0),
+        device=device,
+    )
     run = start(args.out, config, overwrite=True)
     run_to_end(run, args)
     learning_curve(run.folder, run.folder / "curve.png")

@@ -24,7 +24,7 @@ from rollpipe.agents.parallel_evaluation import (
     evaluated_beside,
 )
 from ..agents.shared_options import Every
-from ..pipes.data.errors import CheckpointError
+from ..pipes.data.errors import CheckpointError, describe_exception
 from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, load_run
 from .logs import KINDS, read_evaluations, records_of, write_evaluations
@@ -85,7 +85,7 @@ class Films(Observer):
             action()
         except Exception as e:
             logging.getLogger("rollpipe").warning(
-                f"there are no more films in {self.folder}: {type(e).__name__}: {e}"
+                f"there are no more films in {self.folder}: {describe_exception(e)}"
             )
             self._evaluation = None
 
@@ -108,7 +108,7 @@ class Films(Observer):
 
     def end(self) -> None:
         "Film the last update of the run, and wait for the film."
-        if is_over(self.run.config, self.run.counters, self.run.history.stopped):
+        if is_over(self.run):
             self._film(self.run.counters["updates"])
         if self._evaluation is not None:
             self._try(self._evaluation.wait)
@@ -258,10 +258,7 @@ class EvaluationsByUpdates(Observer):
         Returns the metrics of the newest one that has ended meanwhile.
         """
         # Ask for the next one
-        counters = self.run.counters
-        is_due = self.every.is_due(self.last, counters) and not is_over(
-            self.run.config, counters, self.run.history.stopped
-        )
+        is_due = self.every.is_due(self.last, self.run.counters) and not is_over(self.run)
         if is_due and not self.evaluator.busy:
             self._ask()
 
@@ -274,7 +271,7 @@ class EvaluationsByUpdates(Observer):
     def end(self) -> Iterator[dict]:
         "Wait for the evaluation under way. If the run is over, also make the last one."
         answers = self._compared(self.evaluator.wait())
-        if is_over(self.run.config, self.run.counters, self.run.history.stopped):
+        if is_over(self.run):
             self._ask()
             answers += self._compared(self.evaluator.wait())
         for answer in answers:
@@ -344,16 +341,15 @@ class EvaluationsBySteps(Observer):
     def end(self) -> None:
         "If the run is over, evaluate the last policy and the best one, unless that is done."
         run = self.run
-        counters = run.counters
-        if not is_over(run.config, counters, run.history.stopped):
+        if not is_over(run):
             return
-        steps = counters["steps"]
+        steps = run.counters["steps"]
         self.lines = [
             line for line in self.lines if line["kind"] == "training" or line["steps"] == steps
         ]
         kinds = {line["kind"] for line in self.lines}
         if "last" not in kinds:
-            self._evaluate("last", run.agent, counters["updates"])
+            self._evaluate("last", run.agent, run.counters["updates"])
         if "best" not in kinds:
             best = load_run(run.folder, best=True)
             agent = agent_of(best, run.config.get("device", "cpu"))
@@ -404,7 +400,7 @@ class EvaluationsBySteps(Observer):
 
         # A checkpoint tells how many there were, so a run that goes on notices if some are lost.
         # The last checkpoint of a run is saved already, and stays as it is.
-        if not is_over(run.config, run.counters, run.history.stopped):
+        if not is_over(run):
             run.counters["evaluations"] = len(self._of_training())
         return metrics
 
@@ -414,9 +410,12 @@ class EvaluationsBySteps(Observer):
         config = self.run.config
         now = self.run.counters
         seed = evaluation_seed(config["seed"], kind, now["steps"])
-        n_episodes = config["eval_episodes" if kind == "training" else "final_episodes"]
-        device = device_named(config.get("device", "cpu"))
-        options = dict(playing(config), n_episodes=n_episodes, seed=seed, device=device)
+        options = dict(
+            playing(config),
+            n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
+            seed=seed,
+            device=device_named(config.get("device", "cpu")),
+        )
         answer = self.evaluate(policy_of(agent), options)
 
         # The best one is kept first, because an evaluation that has a line is not made again.

@@ -27,7 +27,7 @@ from ..pipes.envs.factories import space_spec
 from ..pipes.keeping.files import write_atomically
 
 # %% auto #0
-__all__ = ['FORMATS', 'PolicyFunction', 'Format', 'export_policy']
+__all__ = ['FORMATS', 'PolicyFunction', 'Format', 'format_named', 'export_policy']
 
 # %% ../../nbs/runs/10_export.ipynb #6768e6d8
 def _names(tree, root):
@@ -308,6 +308,13 @@ def _check(actor, policy, run, n=3, steps=4):
                 )
 
 
+def format_named(name: str) -> Format:
+    "The format of this name. Raises `DataError` if there is none."
+    if name not in FORMATS:
+        raise DataError("unknown format", expected=", ".join(FORMATS), got=repr(name))
+    return FORMATS[name]
+
+
 def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | None = None) -> bool:
     """Write the deterministic policy of an actor to a file that runs without rollpipe.
 
@@ -324,8 +331,7 @@ def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | N
     Returns:
         bool: whether the file was run and compared with the actor; False: onnxruntime is missing
     """
-    if to not in FORMATS:
-        raise DataError("unknown format", expected=", ".join(FORMATS), got=repr(to))
+    form = format_named(to)
     path = Path(path)
     if not path.absolute().parent.is_dir():
         raise DataError(f"{path}: there is no such folder")
@@ -340,8 +346,8 @@ def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | N
     }
     text = json.dumps({**(note or {}), "inputs": inputs, "outputs": policy.outputs})
     with torch.no_grad():
-        data = FORMATS[to].write(policy, tuple(policy.inputs.values()), text)
-        run = FORMATS[to].run(data)
+        data = form.write(policy, tuple(policy.inputs.values()), text)
+        run = form.run(data)
         if run is not None:
             _check(actor, policy, run)
     write_atomically(path, data)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +54,8 @@ from rollpipe.runs.states import (
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from rollpipe.settings.config import (
+    BESIDE_PRESET,
     ENDLESS,
-    RUN_OPTIONS,
     RunOptions,
     build,
     check_decay,
@@ -65,8 +64,14 @@ from rollpipe.settings.config import (
     is_over,
     run_options,
 )
-from ..settings.files import Resolved, check_address, name_address
-from ..settings.options import import_words, shown, typed
+from rollpipe.settings.files import (
+    OF_CONFIG,
+    Resolved,
+    check_address,
+    check_keys,
+    name_address,
+)
+from ..settings.options import import_words, shown, typed_command
 from ..traces.differences import JOURNAL
 from ..traces.fingerprint import fingerprint
 from ..traces.history import REQUEST, History, check_event, with_event
@@ -219,26 +224,16 @@ def _check_stored(checkpoint: Checkpoint) -> None:
     counters = checkpoint.counters
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()):
         raise DataError("counters", got=str(counters))
-    if not isinstance(config["env"], str):
-        raise DataError("environment", expected="an id", got=repr(config["env"]))
-    if not isinstance(config["env_kwargs"], dict):
-        raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
-    imports = config.get("imports", [])
-    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
-        raise DataError("imports", expected="a list of names", got=repr(imports))
-    origins = config.get("origins", {})
-    if not isinstance(origins, dict) or not all(isinstance(x, str) for x in origins.values()):
-        raise DataError("origins", expected="names with texts", got=repr(origins))
+    check_keys(config, OF_CONFIG, "its configuration", has_others=True)
     if not isinstance(checkpoint.history, list) or not checkpoint.history:
         raise DataError("history", expected="its events", got=repr(checkpoint.history)[:80])
     for event in checkpoint.history:
         check_event(event, "its history")
 
     # The options of its algorithm, if that is known here, and those of the run
-    options = [option for option in RUN_OPTIONS if option.name != "preset"]
     if is_algorithm(config["algorithm"]):
         _check_sizes(checkpoint)
-    run_options({option.name: config[option.name] for option in options})
+    run_options({option.name: config[option.name] for option in BESIDE_PRESET})
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
@@ -380,8 +375,8 @@ def command_line(config: dict, *words: Any, n_ranks: int = 1) -> str:
         *words: the command and what follows it, such as "watch" and a path
         n_ranks: number of processes that learn together
     """
-    typed_words = typed([*launching_words(n_ranks), "rollpipe", *words])
-    return shlex.join([*typed_words, *import_words(needed_modules(config))])
+    modules = import_words(needed_modules(config))
+    return typed_command(*launching_words(n_ranks), "rollpipe", *words, *modules)
 
 # %% ../../nbs/runs/05_folder.ipynb #69a84a62
 def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Checkpoint:
@@ -495,7 +490,7 @@ def restore(checkpoint: Checkpoint, device: str | None = None) -> tuple:
         raise
     except Exception as e:
         raise CheckpointError(
-            f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})"
+            f"what the checkpoint describes cannot be built ({describe_exception(e)})"
         ) from e
     restore_agent(agent, checkpoint.agent_state, config["env"])
     return agent, pipe
@@ -557,8 +552,7 @@ def after_event(checkpoint: Checkpoint, event: str, **says: Any) -> Checkpoint:
     """
     history = History(checkpoint.history)
     history.add(event, checkpoint.counters["updates"], **says)
-    config = with_event(checkpoint.config, history[-1])
-    return checkpoint._replace(config=config, history=history)
+    return checkpoint._replace(config=with_event(checkpoint.config, history[-1]), history=history)
 
 
 def rebuilt(folder: Path, checkpoint: Checkpoint) -> Run:
@@ -656,12 +650,7 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
 
     # An earlier checkpoint lacks last evaluations if the run was extended since. To make these
     # would end the training after it.
-    stopped = begin.history.stopped
-    if path.is_file():
-        is_end = is_over(config, counters, stopped)
-    else:
-        is_end = is_complete(folder, config, counters, stopped)
-    if is_end:
+    if is_over(begin) if path.is_file() else is_complete(folder, begin):
         raise DataError(
             f"{shown(folder)} is complete",
             expected=f"--steps above {counters['steps']} to train it further",

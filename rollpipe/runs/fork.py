@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,8 +23,9 @@ from ..pipes.keeping.random_states import GlobalRandomStates, reseeded
 from .changes import changed_run, options_in
 from .folder import command_line, folder_of, load_run, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
-from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
+from .logs import MetricWriter, read_evaluations, record_of, write_evaluations
 from rollpipe.runs.moments import (
+    check_repeats,
     checkpoints_of,
     extended_steps,
     in_another_folder,
@@ -35,7 +35,7 @@ from rollpipe.runs.moments import (
 from .states import exactness, lacking_pipes
 from ..settings.config import ENDLESS, build, device_named
 from ..settings.options import shown
-from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
+from ..traces.differences import FINGERPRINTS, JOURNAL, read_fingerprints
 from ..traces.history import REQUEST, History, in_words, read_request
 from ..traces.journal import cut
 
@@ -165,7 +165,7 @@ def _planned(folder: Path, at: int, begin: Checkpoint) -> Checkpoint:
     tells whether the options of a fork fit.
     """
     history = History.read(folder).until(at) or begin.history  # a pack has none
-    steps = next((record["steps"] for record in records_of(folder) if record["updates"] == at), 0)
+    steps = record_of(folder, at).get("steps", 0)
     return begin._replace(
         config=history.config(read_request(folder)),
         counters={**begin.counters, "updates": at, "steps": steps},
@@ -178,18 +178,15 @@ def _planned(folder: Path, at: int, begin: Checkpoint) -> Checkpoint:
 def _repeated(planned: Checkpoint, folder: Path, home: Path) -> Checkpoint:
     "The planned checkpoint with the states of the run that was repeated in `home`, and saved."
     # It must have made the same updates.
-    difference = diff(folder, home)
-    if difference.parting is not None:
-        raise DataError(f"{folder} does not repeat here\n{difference}")
+    check_repeats(folder, home)
     if (home / "recording").exists():
         shutil.rmtree(home / "recording")
 
     # The time of the training is that of the run.
     saved = load_run(home)
-    counters = dict(saved.counters)
-    for record in records_of(folder):
-        if record["updates"] == counters["updates"]:
-            counters["seconds"] = record.get("seconds", counters["seconds"])
+    record = record_of(folder, saved.counters["updates"])
+    seconds = record.get("seconds", saved.counters["seconds"])
+    counters = {**saved.counters, "seconds": seconds}
 
     # The state is that of environments which are kept as the repetition has tested it.
     first, *later = planned.history
@@ -302,8 +299,13 @@ def fork(
         "The checkpoint as the fork has it, and the options that it changes: name -> value."
         if new_episodes:
             checkpoint = checkpoint._replace(stream=None)
-        config = {**checkpoint.config, "steps": extended_steps(folder, checkpoint)}
-        checkpoint = _with_noise(checkpoint._replace(config=config), folder, noise)
+        checkpoint = _with_noise(
+            checkpoint._replace(
+                config={**checkpoint.config, "steps": extended_steps(folder, checkpoint)}
+            ),
+            folder,
+            noise,
+        )
         return changed_run(f"a fork of {shown(folder)}", checkpoint, options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
@@ -312,8 +314,9 @@ def fork(
             parent = named
             at = updates
         else:
-            newest = named if is_named else None
-            parent, at = placed_checkpoint(folder, at, home, newest=newest, is_lasting=True)
+            parent, at = placed_checkpoint(
+                folder, at, home, newest=named if is_named else None, is_lasting=True
+            )
             if parent.stream is None or parent.counters["updates"] < at:
                 planned = _planned(folder, at, parent)
 
@@ -354,32 +357,46 @@ def fork(
     return out
 
 # %% ../../nbs/runs/16_fork.ipynb #a1ca2dd4
-def fork_command(args: Namespace) -> None:
-    "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
-    words = args.set if args.steps is None else [*args.set, f"steps={args.steps}"]
-    out = fork(
-        args.run,
-        args.out,
-        args.at,
-        overwrite=args.overwrite,
-        noise=args.noise,
-        new_episodes=args.new_episodes,
-        **options_in(words, args.run),
-    )
+def fork_command(
+    run: str,
+    out: str,
+    changes: list,
+    at: int | None = None,
+    steps: int | None = None,
+    noise: int = 0,
+    new_episodes: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read.
+
+    Args:
+        run: folder of a run, which is not changed
+        out: folder of the fork
+        changes: options that are others from there on, each as NAME=VALUE
+        at: number of updates after which the fork begins [those of its newest checkpoint]
+        steps: environment steps of the fork, with those before [as in RUN]
+        noise: 1, 2, ...: other random numbers from there on; 0: those of RUN
+        new_episodes: begin new episodes, because the environment is another one, say
+        overwrite: replace the run in that folder
+    """
+    words = changes if steps is None else [*changes, f"steps={steps}"]
+    options = options_in(words, run)
+    fork(run, out, at, (), overwrite, noise, new_episodes, **options)
     forked = load_run(out)
     origin = forked.history.origin
 
     # Where it stands
-    text = f"{args.out} stands where {args.run} stood after update {origin['at']}"
-    if args.noise:
-        text += f", with other noise ({args.noise})"
-    if args.new_episodes:
+    text = f"{out} stands where {run} stood after update {origin['at']}"
+    if noise:
+        text += f", with other noise ({noise})"
+    if new_episodes:
         text += ", and begins new episodes"
     if origin["set"]:
         text += f", and has {in_words(origin)}"
     print(text)
 
     # How it goes on
-    n_ranks = forked.config.get("ranks", 1)
-    command = command_line(forked.config, "train", "--resume", Path(args.out), n_ranks=n_ranks)
+    command = command_line(
+        forked.config, "train", "--resume", Path(out), n_ranks=forked.config.get("ranks", 1)
+    )
     print(f"train it:     {command}")

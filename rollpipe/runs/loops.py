@@ -78,9 +78,16 @@ class ResumedLoader:
 def _ordered(service: Any) -> dict:
     "What of a reading service decides the order of the stream."
     workers = 0 if service is None else service.num_workers
-    lag = getattr(service, "lag", 0)
-    order = getattr(service, "order", None)
-    return dict(workers=workers, **ordering(dict(workers=workers, lag=lag, order=order)))
+    return dict(
+        workers=workers,
+        **ordering(
+            dict(
+                workers=workers,
+                lag=getattr(service, "lag", 0),
+                order=getattr(service, "order", None),
+            )
+        ),
+    )
 
 
 def _read(path: Path, sources: list) -> Checkpoint | None:

@@ -6,41 +6,54 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import shutil
+import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple
+from pdb import post_mortem, runeval
+from typing import Any, NamedTuple
 
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
+from ..pipes.batches import ToDevice
 from ..pipes.data import nested
-from ..pipes.data.errors import CheckpointError, DataError, check_integer
+from rollpipe.pipes.data.errors import (
+    CheckpointError,
+    DataError,
+    check_integer,
+    describe,
+    describe_exception,
+)
 from ..pipes.data.nested import first_difference, named_leaves
 from ..pipes.graph.modules import torch_threads
+from ..pipes.graph.torchdata import IterableWrapper
 from ..pipes.keeping.chunks import ChunkFolder
 from ..pipes.keeping.files import names_file
+from ..pipes.keeping.plain import restore_object
 from ..pipes.keeping.random_states import GlobalRandomStates
 from .changes import edited_run
-from .folder import Run, load_run, rebuilt, start
+from .folder import Run, agent_of, folder_of, load_run, rebuilt, start
 from .locks import FORKED, unlock
-from .logs import records_of
+from .logs import record_of, records_of
 from .states import edited, edits_due, journal_of
 from .training import Updates, reading
-from ..settings.config import is_over
+from ..settings.config import device_named, is_over
 from ..settings.options import shown
 from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff
 from ..traces.fingerprint import networks_of
 from ..traces.history import History, read_request
 from ..traces.journal import cut, read_journal
+from ..traces.observers import CRASH, checksum, read_crash
 
 # %% auto #0
 __all__ = ['first_checkpoint', 'checkpoints_of', 'checkpoint_before', 'extended_steps', 'placed_checkpoint', 'in_another_folder',
-           'Moment', 'moment', 'verify', 'numbers', 'diff_command', 'verify_command']
+           'Moment', 'moment', 'verify', 'check_repeats', 'numbers', 'diff_command', 'verify_command', 'NextUpdate',
+           'replayed_run', 'replay_command']
 
 # %% ../../nbs/runs/14_moments.ipynb #798f3a9c
 def first_checkpoint(folder: Path, newest: Checkpoint) -> Checkpoint:
@@ -84,8 +97,7 @@ def checkpoint_before(
     """
     newest = newest or load_run(folder)
     counters = newest.counters
-    history = newest.history
-    reason = history.inexact
+    reason = newest.history.inexact
     if newest.config.get("ranks", 1) > 1:
         reason = "several ranks learn together"
     if reason:
@@ -97,7 +109,7 @@ def checkpoint_before(
     last_lines = [line.updates for line in lines[-1:]]
     last_records = [record["updates"] for record in records_of(folder)[-1:]]
     last = int(max([counters["updates"], *last_lines, *last_records]))
-    if is_next and not is_over(newest.config, counters, history.stopped):
+    if is_next and not is_over(newest):
         last += 1
     n = update + 1 if is_next else update
     if not (isinstance(n, Integral) and 1 <= n <= last):
@@ -325,8 +337,9 @@ def moment(
 
                 # An edit may have named a cluster, or a number of steps that was extended since.
                 so_far = begin._replace(config=run.config, history=run.history)
-                steps = extended_steps(folder, so_far)
-                run.config.update(reading="processes", address=None, steps=steps)
+                run.config.update(
+                    reading="processes", address=None, steps=extended_steps(folder, so_far)
+                )
 
             with _iterated(run, lines, since) as repeated:
                 _learn_until(update, repeated)
@@ -430,6 +443,19 @@ def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates:
     return last
 
 # %% ../../nbs/runs/14_moments.ipynb #a92ccc75
+def check_repeats(folder: Path, again: Path) -> RunDifference:
+    """How a run and its repetition differ. Raises `DataError` if an update does.
+
+    Args:
+        folder: folder of the run
+        again: folder of the repetition
+    """
+    difference = diff(folder, again)
+    if difference.parting is not None:
+        raise DataError(f"{folder} does not repeat here\n{difference}")
+    return difference
+
+
 def _made_once_more(folder: Path, at: Parting) -> list:
     "What a run makes in the updates in which two journals part: their batches, then the weights."
     with moment(folder, at.after, is_next=True) as then:
@@ -438,9 +464,7 @@ def _made_once_more(folder: Path, at: Parting) -> list:
             batch = next(then.batches)
             batches.append(copy.deepcopy(getattr(batch, "fresh", batch)))
             then.learn(batch)
-        difference = diff(folder, then.run.folder)
-        if difference.parting is not None:
-            raise DataError(f"{folder} does not repeat here\n{difference}")
+        check_repeats(folder, then.run.folder)
         networks = networks_of(then.run.agent)
         return [*batches, {name: dict(x.state_dict()) for name, x in networks.items()}]
 
@@ -470,21 +494,237 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
     return "the updates are equal when they are made once more"
 
 # %% ../../nbs/runs/14_moments.ipynb #26177adf
-def diff_command(args: Namespace) -> None:
-    "Print how two runs differ."
-    a, b = args.runs
-    for run in (a, b):
-        if not Path(run).exists():
-            load_run(run)  # which says so
-    difference = diff(a, b)
+def diff_command(run: str, other: str, with_numbers: bool = False) -> None:
+    """Print how two runs differ.
+
+    Args:
+        run: folder of a run
+        other: folder of another one
+        with_numbers: make the first update that differs once more in both, and tell both numbers
+    """
+    for folder in (run, other):
+        if not Path(folder).exists():
+            load_run(folder)  # which says so
+    difference = diff(run, other)
     print(difference)
-    if args.numbers and difference.parting is not None:
-        print(numbers(a, b, difference.parting))
+    if with_numbers and difference.parting is not None:
+        print(numbers(run, other, difference.parting))
 
 
-def verify_command(args: Namespace) -> None:
-    "Repeat a run. Raises `DataError` if the numbers differ."
-    difference = verify(args.run, args.updates)
+def verify_command(run: str, updates: int = 20) -> None:
+    """Repeat a run. Raises `DataError` if the numbers differ.
+
+    Args:
+        run: folder of a run
+        updates: number of updates to repeat
+    """
+    difference = verify(run, updates)
     if not difference.is_equal:
-        raise DataError(f"{args.run} does not repeat here\n{difference}")
+        raise DataError(f"{run} does not repeat here\n{difference}")
     print(difference)
+
+# %% ../../nbs/runs/14_moments.ipynb #5f71ad14
+class NextUpdate(NamedTuple):
+    """What an update of a run has learned from, and its learner before it.
+
+    Args:
+        agent: the learner, as it was
+        batch: what it learned from then, and has not yet learned from
+        update: number of the update
+        known: a text about how the learner and the batch were made again
+        outcome: `outcome(metrics, error)` is a text about whether the update has made again what it
+            made then. Call it once, after `agent.update(batch)`, with its metrics, or with the
+            error. It raises `DataError` if something else has come
+    """
+
+    agent: Any
+    batch: Any
+    update: int
+    known: str
+    outcome: Callable
+
+# %% ../../nbs/runs/14_moments.ipynb #3ddaec66
+@contextmanager
+def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
+    "The moment before an update, to which the run is repeated."
+    with moment(folder, update - 1, *edits, is_next=True) as repeated:
+        run = repeated.run
+        batch = next(repeated.batches)
+
+        def outcome(metrics: dict | None = None, error: Exception | None = None) -> str:
+            if error is not None:
+                # If the update failed in the run, too, it has no line in the journal. Then the
+                # journals up to it must agree.
+                last = max((line.updates for line in read_journal(folder / JOURNAL)), default=0)
+                if update > last:
+                    return _compared(folder, run.folder, update, {})
+                raise DataError(
+                    f"{folder} does not repeat here: then, update {update} did not fail"
+                )
+
+            # The caller has made the update with the learner. `learn` takes its metrics instead of
+            # updating again, and enters the update into the journal.
+            repeated.updates.make = lambda _: metrics
+            repeated.learn(batch)
+            return _compared(folder, run.folder, update, metrics or {})
+
+        since = repeated.since
+        start = "the start" if since is None else f"the checkpoint of update {since}"
+        known = f"{update - 1 - (since or 0)} updates repeated from {start}"
+        yield NextUpdate(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
+
+
+def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
+    "A text about the journals, and the metrics of an update. Raises `DataError` if they differ."
+    difference = check_repeats(folder, again)
+
+    # The metrics that both have, but for those of the clock
+    recorded = record_of(folder, update)
+    names = [name for name in metrics if name in recorded and not name.startswith("seconds")]
+    for name in names:
+        expected = repr(recorded[name])
+        got = repr(float(metrics[name]))
+        if expected != got:
+            raise DataError(f"{folder} does not repeat here", leaf=name, expected=expected, got=got)
+
+    # The last line of a difference says up to which update the journals are equal, or that they
+    # have no update in common. The latter is told only if there are no metrics to tell of.
+    lines = []
+    if difference.common or not names:
+        lines += str(difference).splitlines()[-1:]
+    if names:
+        lines.append(f"{len(names)} metrics of update {update} are equal")
+    return "\n".join(lines)
+
+# %% ../../nbs/runs/14_moments.ipynb #9cb97dca
+@contextmanager
+def _failed(folder: Path) -> Iterator[NextUpdate]:
+    "The moment before the update that failed."
+    path = folder.joinpath(*CRASH)
+    if not path.exists():
+        raise DataError(
+            f"{folder} has no update that failed",
+            expected=f"{'/'.join(CRASH)}, which its training writes",
+        )
+
+    # The learner, the generators and the last batches, as they were
+    checkpoint = load_run(path)
+    crash = read_crash(folder)
+    random = GlobalRandomStates()
+    random.set_state(restore_object(crash["random"]))
+    device = checkpoint.config.get("device", "cpu")
+    agent = agent_of(checkpoint, device)
+    batches = IterableWrapper(crash["batches"], deepcopy=False)
+    if device_named(device).type != "cpu":
+        batches = ToDevice(batches, device_named(device))
+
+    def outcome(metrics=None, error=None):
+        # The same error, and the same learner after it
+        then = crash["error"], crash["state"]
+        now = describe_exception(error) if error else "no error", checksum(agent.state_dict())
+        if now == then:
+            return "the error and the learner after it are the same as then"
+
+        # One rank alone cannot repeat what several have learned.
+        ranks = checkpoint.config.get("ranks", 1)
+        if ranks > 1:
+            return (
+                f"{ranks} ranks learned together, and this is the part of one, so its numbers are "
+                f"others: then {then[0]}"
+            )
+        text = "{} (learner {})"
+        raise DataError(
+            f"{folder}: the update does not repeat here",
+            expected=text.format(*then),
+            got=text.format(*now),
+        )
+
+    # The batches before the one that failed are learned from again.
+    with torch_threads(checkpoint.config["threads"]):
+        random.put()
+        *before, last = batches
+        for batch in before:
+            agent.update(batch)
+        known = f"the last {len(before) + 1} of {crash['update']} updates were in memory"
+        yield NextUpdate(agent, last, crash["update"], known, outcome)
+
+# %% ../../nbs/runs/14_moments.ipynb #c91b5a5c
+@contextmanager
+def replayed_run(
+    folder: str | Path, update: int | None = None, *edits: Callable
+) -> Iterator[NextUpdate]:
+    """A context with the `NextUpdate` of a run, bit for bit.
+
+    Nothing in its folder is changed; the run may go on meanwhile.
+
+    Raises `DataError`, which names the reason, if the run has no such update, or cannot be
+    repeated.
+
+    Args:
+        folder: folder of a run
+        update: number of the update, from 1 on; None: the one that failed, which works for runs
+            that cannot be repeated, too
+        *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
+    """
+    if not Path(folder).exists():
+        load_run(folder)  # raises the error that there is no such run
+    folder = folder_of(folder).absolute()
+    with (
+        GlobalRandomStates(),
+        _failed(folder) if update is None else _collected(folder, update, edits) as before,
+    ):
+        yield before
+
+# %% ../../nbs/runs/14_moments.ipynb #2c03a7c9
+def _update_of(agent):
+    """The method `update` as its class has written it, into which a debugger steps at once.
+
+    It lacks the wrapper that sets the number of torch's threads, which is that of the run already.
+    """
+    return inspect.unwrap(type(agent).update).__get__(agent)
+
+
+def replay_command(run: str, update: int | None, pdb: bool = False) -> None:
+    """Make an update again, and print its metrics or its error.
+
+    Raises `DataError` if it is not as it was.
+
+    Args:
+        run: folder of a run
+        update: number of the update; None: the one that failed
+        pdb: stop before the update, in pdb: `s` steps into it, `c` goes on to its error
+    """
+    with replayed_run(run, update) as before:
+        agent, batch, n, known, outcome = before
+
+        # What the learner gets
+        print(known)
+        state = checksum(agent.state_dict())
+        kind = type(batch).__name__
+        print(f"update {n}: a learner with the checksum {state} gets a {kind}")
+
+        # Of a `Replayed`, the fresh steps are described.
+        item = getattr(batch, "fresh", batch)
+        for name in getattr(item, "_fields", ()):
+            if getattr(item, name) is not None:
+                print(f"  {name}: {describe(getattr(item, name))}")
+        sys.stdout.flush()
+
+        # What becomes of it
+        try:
+            if pdb:
+                names = dict(update=_update_of(agent), batch=batch)
+                metrics = runeval("update(batch)", {}, names)
+            else:
+                metrics = agent.update(batch)
+        except Exception as e:
+            print(f"update {n} raises {describe_exception(e)}", flush=True)
+            if pdb:
+                post_mortem(e.__traceback__)
+            print(outcome(error=e))
+            return
+        if metrics is None:
+            return  # the debugger was left
+        for name, value in metrics.items():
+            print(f"{name:<24}{value:.10g}")
+        print(outcome(metrics))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import shlex
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,11 @@ from rollpipe.runs.folder import (
     needed_modules,
     restore,
 )
-from .plots import LABELS, escaped_text, finished, learning_curve, style
-from .progress import format_number
+from .logs import format_number
+from .plots import LABELS, chart, escaped_text, finished, learning_curve, style
 from ..settings.config import playing
 from ..settings.listing import table_lines
-from ..settings.options import shown, typed
+from ..settings.options import shown, typed_command
 from ..traces.differences import FINGERPRINTS
 from ..traces.history import REQUEST, past_in_words
 
@@ -153,16 +152,10 @@ class Contents:
         # The files, and what each part says about itself
         self.faults = [f"{part}: no items" for part in parts if not item_files(part)]
         abouts = [_about(part, self.faults) for part in parts]
-        envs = set()
-        pipes = set()
-        for about in abouts:
-            envs.update(about["envs"])
-            pipes.update(about["pipes"])
-        self.envs = sorted(envs)
+        self.envs = sorted(set().union(*(about["envs"] for about in abouts)))
+        pipes = chain(*(about["pipes"] for about in abouts))
         self.is_shuffled = any(pipe.startswith(SHUFFLING) for pipe in pipes)
-        self.files = []
-        for part in parts:
-            self.files += [file.path for file in item_files(part)]
+        self.files = [file.path for file in chain(*map(item_files, parts))]
 
         # The items
         self.kinds: Counter = Counter()  # class of items -> their number
@@ -269,15 +262,12 @@ class Contents:
         Args:
             path: picture to write, its suffix decides the format; None: only return the figure
         """
-        from matplotlib.figure import Figure
-
         if not len(self.returns):
             raise DataError(
                 f"{self.folder} has no returns to draw", expected="a whole episode", got="none"
             )
         counts, edges = histogram(self.returns, 30)
-        figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = chart(6.4, 4.0, dpi=150)
         axes.stairs(counts, edges, fill=True, color="C0", alpha=0.8)
         style(
             axes,
@@ -289,13 +279,18 @@ class Contents:
         return finished(figure, path)
 
 # %% ../../nbs/runs/17_pack.ipynb #7fefb397
-def data_command(args: Namespace) -> None:
-    "Print what a recording holds, and draw the distribution of its returns."
-    contents = Contents(args.recording)
+def data_command(recording: str, plot: str | None = None) -> None:
+    """Print what a recording holds, and draw the distribution of its returns.
+
+    Args:
+        recording: folder of a recording, or of a run that records
+        plot: picture of the distribution to write, too, such as .svg or .png
+    """
+    contents = Contents(recording)
     print(contents)
-    if args.plot:
-        contents.draw(args.plot)
-        print(f"picture: {args.plot}")
+    if plot:
+        contents.draw(plot)
+        print(f"picture: {plot}")
 
 # %% ../../nbs/runs/17_pack.ipynb #2cfaf641
 PACK_FILES = (
@@ -379,8 +374,9 @@ def _front_matter(config: dict, evaluation: Evaluation) -> list:
         value=f"{evaluation.mean:.2f} +/- {evaluation.std:.2f}",
         verified=False,
     )
-    task = dict(type=kind, name=kind)
-    result = dict(task=task, dataset=dict(name=env, type=env), metrics=[score])
+    result = dict(
+        task=dict(type=kind, name=kind), dataset=dict(name=env, type=env), metrics=[score]
+    )
     tags = [kind, "deep-reinforcement-learning", "rollpipe", config["algorithm"], env]
     about = {
         "library_name": "rollpipe",
@@ -583,14 +579,29 @@ def push(folder: str | Path, name: str) -> str:
     return str(sent.commit_url)
 
 
-def pack_command(args: Namespace) -> None:
-    "Pack a run, and push it if a name on the hub is given."
-    if args.push:
+def pack_command(
+    run: str,
+    best: bool = False,
+    out: str | None = None,
+    episodes: int = 20,
+    seed: int | None = None,
+    repo: str | None = None,
+) -> None:
+    """Pack a run, and push it if a name on the hub is given.
+
+    Args:
+        run: folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub
+        best: the policy with the best evaluation, instead of the last one
+        out: folder to write [pack in the folder of the run]
+        episodes: number of episodes of the evaluation on the card
+        seed: seed of these episodes [different episodes each time]
+        repo: OWNER/NAME: the folder is sent to the Hugging Face Hub under this name
+    """
+    if repo:
         _client()  # which may be missing
-    out = pack(args.run, args.out, args.best, args.episodes, args.seed, args.push or "OWNER/NAME")
-    print(f"{shown(out)}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    if args.push:
-        print(push(out, args.push))
+    packed = pack(run, out, best, episodes, seed, repo or "OWNER/NAME")
+    print(f"{shown(packed)}: {', '.join(sorted(path.name for path in packed.iterdir()))}")
+    if repo:
+        print(push(packed, repo))
     else:
-        words = typed(["hf", "upload", "OWNER/NAME", shown(out)])
-        print(f"push it: {shlex.join(words)}")
+        print(f"push it: {typed_command('hf', 'upload', 'OWNER/NAME', shown(packed))}")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from ..agents.metrics import METRICS
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.keeping.files import write_atomically
 from .logs import read_metrics
-from ..settings.files import read_table
+from ..settings.files import OF_CONFIG, check_keys, read_table
 from ..traces.history import REQUEST, History, in_words
 
 # %% auto #0
-__all__ = ['LABELS', 'DIAGNOSTICS', 'group_runs', 'align', 'smooth', 'thinned', 'escaped_text', 'style', 'picture', 'save_figure',
-           'finished', 'svg', 'table_html', 'wide', 'section', 'learning_curve']
+__all__ = ['LABELS', 'DIAGNOSTICS', 'group_runs', 'differing_names', 'align', 'smooth', 'thinned', 'escaped_text', 'chart',
+           'draw_line', 'style', 'picture', 'save_figure', 'finished', 'svg', 'table_html', 'wide', 'section',
+           'learning_curve']
 
 # %% ../../nbs/runs/02_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable, per_env: bool = False) -> dict:
@@ -52,10 +54,7 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
     differing = {}
     for name in dict.fromkeys(names):
         same_name = [config["options"] for n, config in zip(names, configs) if n == name]
-        known = {}
-        for options in same_name:
-            known |= dict.fromkeys(options)
-        differing[name] = [x for x in known if _differs(x, same_name)]
+        differing[name] = differing_names(same_name)
 
     # Runs with the same label are those of one line.
     groups = {}
@@ -64,6 +63,11 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
         label = ", ".join([name[1], *texts])
         groups.setdefault((name[0], label) if per_env else label, []).append(Path(run))
     return groups
+
+
+def differing_names(options: list[dict]) -> list:
+    "The names whose values are not the same in all of the dicts."
+    return [name for name in dict.fromkeys(chain(*options)) if _differs(name, options)]
 
 
 def _differs(name: str, options: list[dict]) -> bool:
@@ -78,22 +82,7 @@ def _config(run: str | Path) -> dict:
     if not path.is_file():
         raise DataError(f"{run}: not the folder of a run", expected=f"{REQUEST} in it")
     config = read_table(path)
-    kinds: dict[str, type] = dict(
-        options=dict, env_kwargs=dict, name=str, imports=list, inserts=list
-    )
-    for name, kind in kinds.items():
-        if config.get(name) is not None and not isinstance(config[name], kind):
-            raise DataError(
-                f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80]
-            )
-    for module in config.get("imports") or []:
-        if not isinstance(module, str):
-            raise DataError(
-                f"{path}: damaged",
-                leaf="imports",
-                expected="names of modules",
-                got=repr(module)[:80],
-            )
+    check_keys(config, OF_CONFIG, f"{path}: damaged", has_others=True)
 
     # What else may differ between runs counts as an option, too.
     history = History.read(run)
@@ -209,16 +198,13 @@ def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> N
     "Draw the mean of curves and, if there are several, their band."
     xs, ys = align(curves)
     mean = ys.mean(0)
+    ends = None
     if len(curves) > 1:
-        low = ys.min(0)
-        high = ys.max(0)
+        ends = ys.min(0), ys.max(0)
         if band == "std":
             deviation = ys.std(0, ddof=1)
-            low = mean - deviation
-            high = mean + deviation
-        axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
-    marker = "." if len(xs) == 1 else None
-    axes.plot(xs, mean, color=color, linewidth=1.6, label=label, marker=marker)
+            ends = mean - deviation, mean + deviation
+    draw_line(axes, xs, mean, color, label, ends)
 
 # %% ../../nbs/runs/02_plots.ipynb #52077d70
 LABELS = dict(
@@ -259,6 +245,34 @@ def escaped_text(text: str) -> str:
     """
     shown_text = f" {text}" if text.startswith("_") else text
     return shown_text.replace("$", r"\$")
+
+
+def chart(width: float, height: float, **options: Any) -> tuple:
+    "A matplotlib `Figure` of this size in inches, and its only axes."
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", **options)
+    return figure, figure.add_subplot()
+
+
+def draw_line(
+    axes: Any,
+    x: Any,
+    y: Any,
+    color: str,
+    label: str,
+    band: tuple | None = None,
+    linewidth: float = 1.6,
+) -> None:
+    """Draw a line with its band, and with its points if there are fewer than three.
+
+    Args:
+        band: the lower and the upper ends of the band; None: there is none
+    """
+    if band is not None:
+        axes.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
+    marker = "." if len(x) < 3 else None
+    axes.plot(x, y, color=color, label=escaped_text(label), marker=marker, linewidth=linewidth)
 
 
 def style(axes: Any, title: str, **labels: str) -> None:
@@ -361,7 +375,7 @@ def section(title: str, body: str, level: int = 2) -> str:
 
 # %% ../../nbs/runs/02_plots.ipynb #2bf4ab27
 def learning_curve(
-    runs: Any,
+    runs: str | Path | list,
     path: str | Path | None = None,
     *,
     x: str = "steps",
@@ -384,8 +398,6 @@ def learning_curve(
         window: number of records in the moving average
         title: title of the picture [the experiment, if there is only one]
     """
-    from matplotlib.figure import Figure
-
     check_integer("window", window)
     if band not in ("range", "std"):
         raise DataError("unknown band", expected="range or std", got=band)
@@ -394,15 +406,14 @@ def learning_curve(
         raise DataError("no runs to draw", expected="at least one folder")
 
     # A line for each group. Its label leaves out what stands in the title.
-    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = chart(6.4, 4.0, dpi=150)
     common = _common_name(groups)
     for i, (name, folders) in enumerate(groups.items()):
         label = name.removeprefix(f"{title or common}, ")
         if len(folders) > 1:
             label += f" ({len(folders)} seeds)"
         curves = [_curve(folder, x, y, window) for folder in folders]
-        _draw_group(axes, curves, escaped_text(label), f"C{i % 10}", band)
+        _draw_group(axes, curves, label, f"C{i % 10}", band)
 
     # The title tells what a band is.
     seeds = max(map(len, groups.values()))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +34,7 @@ from ..pipes.lanes import learning_pipes
 from ..pipes.passes import keep_as, keep_environments
 from .logs import EVALUATIONS, read_evaluations
 from ..settings.config import check_lanes
-from ..settings.options import shown
+from ..settings.options import shown, typed_command
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
 from ..traces.fingerprint import fingerprint, networks_of
 from ..traces.history import History
@@ -396,13 +395,13 @@ def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
 
     # A checkpoint before the lost ones, or no patience
     checkpoint = last_kept(folder / "checkpoints", steps[-1] if steps else -1)
-    words = ["rollpipe", "fork", str(folder), "--out", "OUT", "--set", "patience=0"]
+    command = typed_command("rollpipe", "fork", folder, "--out", "OUT", "--set", "patience=0")
     if checkpoint:
-        words = ["rollpipe", "train", "--resume", str(checkpoint)]
+        command = typed_command("rollpipe", "train", "--resume", checkpoint)
     raise DataError(
         text,
         leaf="patience",
-        expected=f"all of them, because it counts them; or `{shlex.join(words)}`",
+        expected=f"all of them, because it counts them; or `{command}`",
     )
 
 
@@ -450,12 +449,12 @@ def _tell_new_episodes(folder: Path, checkpoint: Any) -> None:
 
     # That is told, and refused where the numbers are to be exact.
     if checkpoint.config.get("exact") and not is_fork:
-        words = ["rollpipe", "fork", str(folder / "best.safetensors"), "--out", "OUT"]
+        command = typed_command("rollpipe", "fork", folder / "best.safetensors", "--out", "OUT")
         raise DataError(
             f"{shown(folder)} cannot go on exactly from this checkpoint",
             leaf="exact",
             got=why,
-            expected=f"another one; or `{shlex.join(words)}`, to go on from the best one",
+            expected=f"another one; or `{command}`, to go on from the best one",
         )
     _log.warning(f"The run begins new episodes: {why}")
 
@@ -467,7 +466,7 @@ def edits_due(folder: Path, history: History) -> list:
         folder: folder of the run
         history: that of the checkpoint
     """
-    events = [event for event in History.read(folder) if event["event"] in ("edited", "due")]
+    events = History.read(folder).named("edited", "due")
     return [{**event, "event": "edited"} for event in events[len(history.edits) :]]
 
 # %% ../../nbs/runs/04_states.ipynb #bd50d897

@@ -28,9 +28,8 @@ from .changes import attended, made_again, take_over
 from .evaluations import evaluations_of, films_of
 from .folder import Run, command_line
 from .locks import COSTS, begin_training, unlock
-from .logs import MetricFiles, records_of
+from .logs import MetricFiles, Progress, records_of
 from .mailbox import Mailbox
-from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .states import check_taken, journal_of
 from ..settings.config import infos_named, is_over, reading_for
@@ -251,7 +250,7 @@ class Updates:
         reason.
         """
         run = self.run
-        if is_over(run.config, run.counters, run.history.stopped):
+        if is_over(run):
             return False
 
         # The first rank with a reason stops all.
@@ -333,8 +332,9 @@ def observed(
         pipe: the pipeline, if its meters belong to the record
         updates: number of updates that were made before
     """
-    steps = getattr(agent, "steps", 0)
-    counters = dict(steps=steps, updates=updates, episodes=0, seconds=0.0, resumes=0)
+    counters = dict(
+        steps=getattr(agent, "steps", 0), updates=updates, episodes=0, seconds=0.0, resumes=0
+    )
     run = Run(Path(), {}, agent, pipe, counters)
     watching = Observers([Meters(), *observers])
     loop = Updates(run, watching)
@@ -433,7 +433,7 @@ def _trained(run: Run, mailbox: Mailbox | None, callbacks: list, news: dict) -> 
         observers.end(run.counters, goes_on=after is not run)
 
     # A run without an edit is over now.
-    if after is run and not is_over(run.config, run.counters, run.history.stopped):
+    if after is run and not is_over(run):
         raise DataError(
             "the pipeline ended before the training did",
             expected=f"{run.config['steps']} steps",

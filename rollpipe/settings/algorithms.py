@@ -24,7 +24,13 @@ from ..layers.critic import ActionCritic, Critic, QVCritic
 from ..layers.policies import DeterministicPolicy, MLPPolicy, SharedPolicy, SquashedPolicy
 from ..layers.q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
 from ..layers.recurrent import MemoryCritic, RecurrentPolicy, RecurrentTorso
-from ..pipes.data.errors import DataError, describe, signature_of, similar
+from rollpipe.pipes.data.errors import (
+    DataError,
+    describe,
+    describe_exception,
+    signature_of,
+    similar,
+)
 from ..pipes.recipes import on_policy, replayed, rollouts
 from ..pipes.recording.data_sampler import from_data
 from .options import Option, options_of
@@ -335,7 +341,7 @@ def load_plugins() -> None:
         except Exception as e:
             logging.getLogger("rollpipe").warning(
                 f"the algorithm {point.name!r} of an installed package ({point.value}) "
-                f"cannot be used: {type(e).__name__}: {e}"
+                f"cannot be used: {describe_exception(e)}"
             )
 
 # %% ../../nbs/settings/01_algorithms.ipynb #7101e0e1

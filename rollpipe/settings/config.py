@@ -61,9 +61,9 @@ from .options import options_of
 from ..traces.fingerprint import versions
 
 # %% auto #0
-__all__ = ['ENDLESS', 'RUN_OPTIONS', 'LONGEST', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room',
-           'check_lanes', 'device_named', 'reading_for', 'RunOptions', 'infos_named', 'run_options', 'check_config',
-           'resolve', 'make_config', 'changeable', 'playing', 'allow_edits', 'build']
+__all__ = ['ENDLESS', 'RUN_OPTIONS', 'BESIDE_PRESET', 'LONGEST', 'with_steps', 'check_decay', 'check_stops', 'is_over',
+           'check_room', 'check_lanes', 'device_named', 'reading_for', 'RunOptions', 'infos_named', 'run_options',
+           'check_config', 'resolve', 'make_config', 'changeable', 'playing', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #c05223d2
 def with_steps(known: list, options: dict, steps: int) -> dict:
@@ -136,15 +136,13 @@ def check_stops(config: dict) -> None:
         )
 
 
-def is_over(config: dict, counters: dict, stopped: str | None) -> bool:
+def is_over(run: Any) -> bool:
     """Whether a run has made all of its steps, or was stopped before.
 
     Args:
-        config: configuration of the run
-        counters: its counters
-        stopped: why it was stopped, see `History.stopped`
+        run: a `Run` or a `Checkpoint`: its `config`, its `counters` and its `history`
     """
-    return counters["steps"] >= config["steps"] or bool(stopped)
+    return run.counters["steps"] >= run.config["steps"] or bool(run.history.stopped)
 
 
 _LANE = 100_000  # bytes, at least, of a lane that runs; one with CartPole takes ten times as many
@@ -226,8 +224,14 @@ def _edits_for(config: dict, pipe: Any, device: torch.device, seed: int) -> list
             )
         network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
         # The scale is for the rewards of the environment alone.
-        after = RewardScaler if find(pipe, RewardScaler) else Lanes
-        edits.append(RND.inserter(after=after, network=network, weight=weight, seed=seed))
+        edits.append(
+            RND.inserter(
+                after=RewardScaler if find(pipe, RewardScaler) else Lanes,
+                network=network,
+                weight=weight,
+                seed=seed,
+            )
+        )
 
     if config.get("info") and find(pipe, DataSampler):
         raise DataError(
@@ -241,11 +245,17 @@ def _edits_for(config: dict, pipe: Any, device: torch.device, seed: int) -> list
     if config.get("record") and "folder" in config:
         n_ranks = config.get("ranks", 1)
         if n_ranks > 1:
-            problem = "several ranks do not record"
-            raise DataError(problem, leaf="record", expected="1 rank", got=str(n_ranks))
-        path = Path(config["folder"], "recording")
-        limit = config.get("record_limit")
-        edits.append(Recorder.inserter(after=Lanes, path=path, limit=limit, append=True))
+            raise DataError(
+                "several ranks do not record", leaf="record", expected="1 rank", got=str(n_ranks)
+            )
+        edits.append(
+            Recorder.inserter(
+                after=Lanes,
+                path=Path(config["folder"], "recording"),
+                limit=config.get("record_limit"),
+                append=True,
+            )
+        )
 
     # Each batch is moved before a network needs it.
     if device.type != "cpu":
@@ -274,10 +284,12 @@ def reading_for(config: dict) -> Any:
 
     if kind == "ray":
         if not config["workers"]:
-            expected = "--workers 1 or more"
-            raise DataError("Ray, but no workers", leaf="workers", expected=expected, got="0")
-        device = "cpu" if learner_apart else None
-        return RayReading(*options, restart=restarts, address=address, device=device)
+            raise DataError(
+                "Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0"
+            )
+        return RayReading(
+            *options, restart=restarts, address=address, device="cpu" if learner_apart else None
+        )
     if kind != "processes":
         problem = "unknown reading service"
         raise DataError(problem, leaf="reading", expected="processes or ray", got=repr(kind))
@@ -285,8 +297,7 @@ def reading_for(config: dict) -> Any:
         problem = "an address, but no cluster"
         raise DataError(problem, leaf="address", expected="--reading ray", got=repr(address))
     # For the workers a device in place of cores, see `ProcessReading`
-    affinity = ["cpu"] if learner_apart else None
-    return ProcessReading(*options, restart=restarts, affinity=affinity)
+    return ProcessReading(*options, restart=restarts, affinity=["cpu"] if learner_apart else None)
 
 # %% ../../nbs/settings/05_config.ipynb #ce52679f
 class RunOptions(Options):
@@ -382,6 +393,9 @@ class RunOptions(Options):
 
 RUN_OPTIONS = options_of(dict(run=RunOptions))
 
+# Those that a preset may set, and that a run may change
+BESIDE_PRESET = [option for option in RUN_OPTIONS if option.name != "preset"]
+
 
 def infos_named(text: str | None) -> list[str]:
     """The infos that the option `info` names: `"cost,is_success"` are two.
@@ -420,8 +434,9 @@ def check_config(config: dict) -> None:
     check_stops(config)
     limit = config["record_limit"]
     if limit is not None and not config["record"]:
-        problem = "a limit, but no recording"
-        raise DataError(problem, leaf="record_limit", expected="--record", got=repr(limit))
+        raise DataError(
+            "a limit, but no recording", leaf="record_limit", expected="--record", got=repr(limit)
+        )
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
 
@@ -432,11 +447,12 @@ def _check_id(env: Any) -> None:
         return
     known = getattr(getattr(env, "spec", env), "id", None)
     name = env.__name__ if isinstance(env, type) else "Own"
-    way = f"the id '{name}-v0', after `gymnasium.register('{name}-v0', {name})`"
     raise DataError(
         "a run needs the id of its environment, which its folder can hold",
         leaf="env",
-        expected=f"the id {known!r}" if isinstance(known, str) else way,
+        expected=f"the id {known!r}"
+        if isinstance(known, str)
+        else f"the id '{name}-v0', after `gymnasium.register('{name}-v0', {name})`",
         got=describe(env),
     )
 
@@ -452,7 +468,7 @@ def resolve(asked: Asked) -> Resolved:
     """
     algorithm = asked.algorithm
     of_learning = options_for(algorithm)
-    may_be_set = [option for option in of_learning + RUN_OPTIONS if option.name != "preset"]
+    may_be_set = of_learning + BESIDE_PRESET
     preset, of_preset, kwargs_of_preset = preset_for(
         algorithm, asked.env, asked.env_kwargs, asked.values["preset"], may_be_set
     )
@@ -557,8 +573,12 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
         env_kwargs.get("max_episode_steps", spec.max_episode_steps),
         spec.kwargs.get("max_num_frames_per_episode"),
     )
-    max_steps = max([LONGEST, *filter(None, limits)])
-    return dict(env=config["env"], env_kwargs=env_kwargs, max_steps=max_steps, on_limit="cut")
+    return dict(
+        env=config["env"],
+        env_kwargs=env_kwargs,
+        max_steps=max([LONGEST, *filter(None, limits)]),
+        on_limit="cut",
+    )
 
 # %% ../../nbs/settings/05_config.ipynb #05d2f348
 _ALLOWED: set[str] = set()  # modules that the user of this process has named
@@ -595,8 +615,11 @@ def _edit_of(source: str) -> Callable:
         core = core.func
     owner = str(getattr(core, "__module__", ""))
     if not callable(function) or owner != module and not owner.startswith("rollpipe.pipes."):
-        expected = "the name of a function of this module"
-        raise DataError(f"there is no edit {source!r}", expected=expected, got=name)
+        raise DataError(
+            f"there is no edit {source!r}",
+            expected="the name of a function of this module",
+            got=name,
+        )
     return function
 
 
@@ -606,8 +629,11 @@ def _inserted(pipe: Any, inserts: list) -> Any:
         source = edit["insert"]
         pipe = _edit_of(source)(pipe, **edit["kwargs"])
         if not isinstance(pipe, IterDataPipe):
-            expected = "a function pipe -> pipe"
-            raise DataError(f"{source!r} is no edit", expected=expected, got=type(pipe).__name__)
+            raise DataError(
+                f"{source!r} is no edit",
+                expected="a function pipe -> pipe",
+                got=type(pipe).__name__,
+            )
     return pipe
 
 # %% ../../nbs/settings/05_config.ipynb #db28199a
@@ -692,8 +718,12 @@ def build(config: dict, resumes: int = 0) -> tuple:
     device = device_named(config.get("device", "cpu"))
     if device.type != "cpu":
         if "device" not in accepted:
-            problem = f"the pipeline of {name} takes no device"
-            raise DataError(problem, leaf="device", expected="cpu", got=str(device))
+            raise DataError(
+                f"the pipeline of {name} takes no device",
+                leaf="device",
+                expected="cpu",
+                got=str(device),
+            )
         modules = [module.to(device) for module in modules]
         kwargs["pipeline"]["device"] = device
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -21,8 +21,9 @@ from .options import Option, nearest
 from ..traces.history import with_options
 
 # %% auto #0
-__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved', 'read_table', 'checked', 'tables_in', 'belongs_to',
-           'kind_of_actions', 'check_table', 'presets_of', 'preset_for', 'settings_in', 'name_address', 'check_address']
+__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'OF_CONFIG', 'Asked', 'Frozen', 'Resolved', 'read_table', 'unknown_name', 'check_keys',
+           'checked', 'tables_in', 'belongs_to', 'kind_of_actions', 'check_table', 'presets_of', 'preset_for',
+           'settings_in', 'name_address', 'check_address']
 
 # %% ../../nbs/settings/02_files.ipynb #0b8379a2
 class Asked(NamedTuple):
@@ -130,8 +131,9 @@ def read_table(path: str | Path) -> dict:
         # This refuses half a surrogate pair, which JSON allows and UTF-8 does not.
         json.dumps(table, default=str, ensure_ascii=False).encode()
     except UnicodeDecodeError as e:
-        expected = f"a file of {kind}"
-        raise DataError(f"{path}: not a text in UTF-8", expected=expected, got=str(e)) from None
+        raise DataError(
+            f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)
+        ) from None
     except ValueError as e:
         raise DataError(f"{path}: not {kind} ({e})") from None
     except RecursionError:
@@ -164,6 +166,97 @@ def _toml(text: str) -> dict:
         import tomli as tomllib
     return tomllib.loads(text)
 
+# %% ../../nbs/settings/02_files.ipynb #a29c1aa8
+def unknown_name(where: str, kind: str, name: str, known: Iterable) -> DataError:
+    "The error for a name of this kind that is not known, which tells similar ones."
+    near = similar(name, known) or known
+    return DataError(f"{where}: there is no {kind} {name!r}", expected=", ".join(near))
+
+
+def _is_number(x):
+    "Whether it is a finite number that a float can hold."
+    is_real = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return is_real and abs(x) <= sys.float_info.max
+
+
+def _is_list_of(kind, x):
+    return isinstance(x, list) and all(map(_KINDS[kind], x))
+
+
+# What a key may hold, in the words of a message -> whether a value is such.
+_KINDS: dict = {
+    "anything": lambda x: True,
+    "a text": lambda x: isinstance(x, str),
+    "a number": _is_number,
+    "a whole number": lambda x: isinstance(x, int) and _is_number(x),
+    "names with values": lambda x: isinstance(x, dict),
+    "a text or a list of whole numbers": lambda x: (
+        isinstance(x, str) or _is_list_of("a whole number", x)
+    ),
+    "a list of texts": lambda x: _is_list_of("a text", x),
+    "a list of whole numbers": lambda x: _is_list_of("a whole number", x),
+    "a list of tables": lambda x: _is_list_of("names with values", x),
+    "tables, such as [[row]]": lambda x: _is_list_of("names with values", x),
+    "last or best": lambda x: x in ("last", "best"),
+}
+
+# Keys that a file of JSON may set to null, as if they were not there.
+_MAY_BE_NULL = ("threshold", "sd", "name")
+
+# What the configuration of a run holds, besides its other options
+OF_CONFIG = dict(
+    algorithm="a text",
+    env="a text",
+    steps="a whole number",
+    options="names with values",
+    env_kwargs="names with values",
+    versions="names with values",
+    origins="names with values",
+    seed="a whole number",
+    ranks="a whole number",
+    name="a text",
+    imports="a list of texts",
+    inserts="a list of tables",
+)
+
+
+def check_keys(
+    table: dict,
+    kinds: dict,
+    where: str,
+    needed: Collection = (),
+    has_others: bool = False,
+) -> None:
+    """Check what the keys of a table hold. Raises `DataError` for an unknown key, a wrong kind of
+    value, and a key that is missing.
+
+    Args:
+        kinds: key -> kind of its value, of `_KINDS`
+        where: beginning of the message, such as the file
+        needed: keys that must be there
+        has_others: whether there may be other keys, which hold anything
+    """
+    for name, value in table.items():
+        if name not in kinds:
+            if has_others:
+                continue
+            raise unknown_name(where, "key", name, kinds)
+        is_absent = value is None and name in _MAY_BE_NULL
+        if not is_absent and not _KINDS[kinds[name]](value):
+            raise DataError(
+                f"{where}: wrong type of value",
+                leaf=name,
+                expected=kinds[name],
+                got=repr(value)[:80],
+            )
+    for name in needed:
+        if name not in table:
+            raise DataError(
+                f"{where}: a key is missing",
+                expected=name,
+                got=", ".join(table) or "nothing",
+            )
+
 # %% ../../nbs/settings/02_files.ipynb #fcc17089
 def checked(values: dict, known: Iterable[Option], where: str) -> dict:
     """Check values of options.
@@ -191,8 +284,9 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
         try:
             option.check(value)
         except DataError as e:
-            problem = f"{where}: {e.problem}"
-            raise DataError(problem, leaf=name, expected=e.expected, got=e.got) from None
+            raise DataError(
+                f"{where}: {e.problem}", leaf=name, expected=e.expected, got=e.got
+            ) from None
         checked_values[name] = value
     return checked_values
 
@@ -233,12 +327,8 @@ def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
     return type(action_space).__name__
 
 
-# What a table holds besides options: key -> an empty value of its type, and what is expected.
-_ABOUT_A_TABLE: dict = dict(
-    envs=([], "a list of ids or patterns"),
-    actions=("", 'such as "Discrete"'),
-    env_kwargs=({}, "names with values"),
-)
+# What a table holds besides options
+_ABOUT_A_TABLE = dict(envs="a list of texts", actions="a text", env_kwargs="names with values")
 
 
 def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> dict:
@@ -252,14 +342,7 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
         dict: the values, without `envs`, `actions` and `env_kwargs`
     """
     where = f"{where}, table {name}"
-    for key, (empty, expected) in _ABOUT_A_TABLE.items():
-        x = table.get(key, empty)
-        is_of_type = isinstance(x, type(empty))
-        if is_of_type and key == "envs":
-            is_of_type = all(isinstance(env, str) for env in x)
-        if not is_of_type:
-            problem = f"{where}: wrong type of value"
-            raise DataError(problem, leaf=key, expected=expected, got=repr(x))
+    check_keys(table, _ABOUT_A_TABLE, where, has_others=True)
     options = {key: x for key, x in table.items() if key not in _ABOUT_A_TABLE}
     return checked(options, known, where)
 
@@ -349,11 +432,14 @@ def settings_in(
     known = list(known)
     values = read_table(path)
     if values.get("algorithm", algorithm) != algorithm:
-        problem = f"{path}: is for another algorithm"
-        raise DataError(problem, expected=algorithm, got=str(values["algorithm"]))
+        raise DataError(
+            f"{path}: is for another algorithm", expected=algorithm, got=str(values["algorithm"])
+        )
 
     # What the configuration of a run has in parts of their own
-    parts = _taken_out(path, values, ("options", "env_kwargs", "versions"))
+    names = ("options", "env_kwargs", "versions")
+    check_keys(values, dict.fromkeys(names, "names with values"), str(path), has_others=True)
+    parts = {name: values.pop(name, {}) for name in names}
     _check_imports(path, values.pop("imports", []))
 
     # The configuration of a run also says what the run is, and what it has found out about itself.
@@ -384,16 +470,6 @@ def settings_in(
             got=", ".join(tables) or "an empty file",
         )
     return for_all, kwargs
-
-
-def _taken_out(path, values: dict, names: tuple) -> dict:
-    "Take the dicts of these names out of `values`. Raises `DataError` for one that is none."
-    parts = {name: values.pop(name, {}) for name in names}
-    for name, x in parts.items():
-        if not isinstance(x, dict):
-            problem = f"{path}: wrong type of value"
-            raise DataError(problem, leaf=name, expected="names with values", got=repr(x))
-    return parts
 
 
 def _options_of_tables(path, tables: dict, parts: dict, known: list) -> dict:

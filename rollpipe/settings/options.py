@@ -9,6 +9,7 @@ import argparse
 import ast
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from ..pipes.data.errors import DataError, annotated_names, signature_of, simila
 
 # %% auto #0
 __all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_options', 'parse_env_kwargs', 'import_words',
-           'shown', 'typed', 'parse_seeds', 'add_options']
+           'shown', 'typed', 'typed_command', 'parse_seeds', 'add_options', 'add_parameters', 'typed_arguments']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(
@@ -356,17 +357,15 @@ def parse_env_kwargs(items: Iterable) -> dict:
         items: texts `key=value`
     """
     values = {}
-    twice = set()
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key.isidentifier():
-            problem = "not a keyword argument of the environment"
-            raise DataError(problem, expected="key=value", got=key + equals)
+            raise DataError(
+                "not a keyword argument of the environment", expected="key=value", got=key + equals
+            )
         if key in values:
-            twice.add(key)
+            raise DataError("a keyword is there twice", got=key)
         values[key] = _literal(text)
-    if twice:
-        raise DataError("a keyword is there twice", got=", ".join(sorted(twice)))
     return values
 
 
@@ -401,6 +400,11 @@ def typed(words: Iterable) -> list:
         is_like_flag = isinstance(word, Path) and str(word).startswith("-")
         texts.append(f"./{word}" if is_like_flag else str(word))
     return texts
+
+
+def typed_command(*words: object) -> str:
+    "A command as one types it; see `typed`."
+    return shlex.join(typed(words))
 
 # %% ../../nbs/settings/00_options.ipynb #091c0aaa
 def parse_seeds(text: str) -> list[int]:
@@ -439,19 +443,52 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: boo
 
     Args:
         options: list of `Option`
-        grouped: whether each part gets a heading
+        grouped: whether each part gets a heading, and each switch a `--no-` form, because a preset
+            or a file may have set it
     """
     groups = {}
     for option in options:
         if grouped and option.part not in groups:
             groups[option.part] = parser.add_argument_group(f"options of the {option.part}")
         group = groups.get(option.part, parser)
-        kind: dict[str, Any] = dict(action=argparse.BooleanOptionalAction)
+        kind: dict[str, Any] = dict(
+            action=argparse.BooleanOptionalAction if grouped else "store_true"
+        )
         if not isinstance(option.default, bool):
             kind = dict(type=_type_for(option.kinds), metavar="|".join(option.kinds).lower())
         action = group.add_argument(option.flag, dest=option.name, help=_help(option), **kind)
         # It is set afterwards, because Python 3.10 would print it in the help of a boolean.
         action.default = argparse.SUPPRESS
+
+
+def add_parameters(
+    parser: argparse.ArgumentParser, function: Callable, by_hand: Iterable = ()
+) -> None:
+    """Add the parameters of a function to a parser.
+
+    A parameter without a default is a word without a flag, or several words if it may be a list.
+
+    Args:
+        function: its docstring tells what its parameters mean
+        by_hand: parameters that the caller adds
+    """
+    meaning_of = meanings(function)
+    for parameter in signature_of(function).parameters.values():
+        name = parameter.name
+        if parameter.default is parameter.empty and name not in by_hand:
+            parser.add_argument(
+                name,
+                metavar=name.removesuffix("s").upper(),
+                nargs="+" if "list" in str(parameter.annotation) else None,
+                help=meaning_of[name],
+            )
+    add_options(parser, options_of(dict(command=function), by_hand), grouped=False)
+
+
+def typed_arguments(function: Callable, args: argparse.Namespace) -> dict:
+    "Parameter -> value, for those parameters of a function that a command line has."
+    names = signature_of(function).parameters
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def _help(option: Option) -> str:

@@ -223,6 +223,11 @@ class Description:
             self.leaves[path] = f"{UNKNOWN}: {type(e).__name__} while it was described"
         self._open.discard(id(x))
 
+    def add_all(self, path: str, parts: dict) -> None:
+        "Describe the parts of something, name -> part, below its path."
+        for name, x in parts.items():
+            self.add(_of_seeds(path) if name == "seed" else f"{path}/{name}", x)
+
     def _text(self, path, x):
         """The text of a value without parts, and of one that is not described again.
 
@@ -355,11 +360,7 @@ class Description:
         elif len(parts) > 50:
             self.leaves[path] = f"{self._hash(parts)} {text}"
         else:
-            for name, y in parts.items():
-                self.add(
-                    _of_seeds(path) if name == "seed" else f"{path}/{name}",
-                    y,
-                )
+            self.add_all(path, parts)
 
     def _hash(self, parts):
         "Hash of the description of parts, or `unknown`."
@@ -454,11 +455,7 @@ class Description:
         for name in globals_in(f.__code__):
             if name in f.__globals__:
                 parts[name] = f.__globals__[name]
-        for name, y in {**parts, **vars(f)}.items():
-            self.add(
-                f"{path}/{name}",
-                y,
-            )
+        self.add_all(path, {**parts, **vars(f)})
 
     def _object(self, path, x):
         "Describe an object by its class, and by its attributes or what pickle would keep."
@@ -558,11 +555,7 @@ def machine(networks: Iterable = ()) -> dict:
             because CUDA forbids to fork after it
     """
     # How numpy was built
-    show: Any = np.show_config
-    try:
-        built = show(mode="dicts")
-    except TypeError:
-        built = {}  # numpy below 1.26
+    built: Any = np.show_config(mode="dicts")
     blas = built.get("Build Dependencies", {}).get("blas", {})
 
     networks = list(networks)
@@ -631,9 +624,8 @@ class Fingerprint:
     def __init__(self, leaves: dict):
         texts = (*leaves, *leaves.values()) if isinstance(leaves, dict) else (leaves,)
         if not all(isinstance(x, str) for x in texts):
-            problem = "not the leaves of a fingerprint"
             raise DataError(
-                problem,
+                "not the leaves of a fingerprint",
                 expected="a dict of texts",
                 got=leaves,
             )
@@ -722,11 +714,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
             agent,
             networks,
         )
-    for name, x in settings.items():
-        description.add(
-            f"settings/{name}",
-            x,
-        )
+    description.add_all("settings", settings)
     _add_networks(description)
 
     # The seeds of pipes. If none has one, each iteration draws other numbers.

@@ -10,12 +10,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, as_json
 from ..pipes.keeping.files import read_file, write_atomically
 
 # %% auto #0
-__all__ = ['REQUEST', 'HISTORY', 'EVENTS', 'check_event', 'History', 'with_options', 'with_event', 'read_request', 'config_at',
-           'in_words', 'origin_in_words', 'past_in_words']
+__all__ = ['REQUEST', 'HISTORY', 'EVENTS', 'check_event', 'whole_lines', 'History', 'with_options', 'with_event', 'read_request',
+           'config_at', 'in_words', 'origin_in_words', 'past_in_words']
 
 # %% ../../nbs/traces/00_history.ipynb #f74bd7be
 REQUEST = "config.json"
@@ -78,6 +78,11 @@ def check_event(event: Any, where: Any) -> dict:
     )
 
 # %% ../../nbs/traces/00_history.ipynb #cc3c873e
+def whole_lines(path: str | Path) -> list[str]:
+    "The lines of a file. What follows the last newline is an incomplete line, and is left out."
+    return read_file(path).decode(errors="replace").split("\n")[:-1]
+
+
 class History(list):
     """The events of a run, in turn.
 
@@ -95,9 +100,8 @@ class History(list):
         path = Path(folder) / HISTORY
         if not path.exists():
             return cls()
-        lines = read_file(path).decode(errors="replace").split("\n")[:-1]
         events = cls()
-        for n, line in enumerate(lines, 1):
+        for n, line in enumerate(whole_lines(path), 1):
             events.append(_event_in(line, f"{path}, line {n}"))
         return events
 
@@ -121,16 +125,12 @@ class History(list):
 
     def add(self, event: str, at: float, **says: Any) -> None:
         "Add an event after the update `at`, with what it says as plain data."
-        plain = json.loads(
-            json.dumps(
-                dict(
-                    event=event,
-                    at=int(at),
-                    **says,
-                )
-            )
-        )
+        plain = as_json(dict(event=event, at=int(at), **says), event)
         self.append(check_event(plain, event))
+
+    def named(self, *names: str) -> list:
+        "The events with these names, in turn."
+        return [event for event in self if event["event"] in names]
 
     def until(self, update: float) -> History:
         "The events up to an update, those between it and the next one included."
@@ -138,12 +138,7 @@ class History(list):
 
     def config(self, request: dict) -> dict:
         "The configuration at the end of this history: a fold of its events over the request."
-        changes = [event for event in self if event["event"] in _CHANGES]
-        return reduce(
-            with_event,
-            changes,
-            request,
-        )
+        return reduce(with_event, self.named(*_CHANGES), request)
 
     @property
     def kept(self) -> dict:
@@ -153,7 +148,7 @@ class History(list):
     @property
     def inexact(self) -> str | None:
         "Why a resumed run begins new episodes; None: it goes on exactly."
-        reasons = [event["why"] for event in self if event["event"] == "inexact"]
+        reasons = [event["why"] for event in self.named("inexact")]
         return reasons[-1] if reasons else self[0]["inexact"]
 
     @property
@@ -162,7 +157,7 @@ class History(list):
 
         None: it has not, or it was extended since.
         """
-        ends = [event for event in self if event["event"] in ("stopped", "extended")]
+        ends = self.named("stopped", "extended")
         return ends[-1].get("why") if ends else None
 
     @property
@@ -176,7 +171,7 @@ class History(list):
     @property
     def edits(self) -> list:
         "The edits, in turn."
-        return [event for event in self if event["event"] == "edited"]
+        return self.named("edited")
 
 
 def _event_in(line, where):

@@ -227,8 +227,9 @@ def _entries(path):
             # A training may just have replaced its newest lines.
             if read_file(path).decode(errors="replace") != content:
                 return _entries(path)
-            problem = f"{path}, line {n}: damaged, or a line before it is missing"
-            raise DataError(problem, got=line[:80])
+            raise DataError(
+                f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]
+            )
         rows.append(row)
         _, _, before = row
     return rows

@@ -137,18 +137,16 @@ def observer_of(x: Any) -> Observer:
         if x.when in STAGES:
             return x
         stages = ", ".join(STAGES)
-        problem = f"{type(x).__name__}.when"
         raise DataError(
-            problem,
+            f"{type(x).__name__}.when",
             expected=f"one of {stages}",
             got=repr(x.when),
         )
     if callable(x) and not isinstance(x, type):
         return _Function(x)
-    expected = "an Observer, or a function (run, record)"
     raise DataError(
         "this is no callback",
-        expected=expected,
+        expected="an Observer, or a function (run, record)",
         got=repr(x)[:80],
     )
 
@@ -433,5 +431,6 @@ def read_crash(folder: str | Path) -> dict:
             "batches": [*map(remade, crash["batches"])],
         }
     except Exception as e:
-        problem = f"damaged, or not of an update that failed ({describe_exception(e)})"
-        raise CheckpointError(f"{path}: {problem}") from None
+        raise CheckpointError(
+            f"{path}: damaged, or not of an update that failed ({describe_exception(e)})"
+        ) from None

@@ -22,16 +22,14 @@ import numpy as np
 
 from ..agents.evaluate import policy_of
 from ..agents.parallel_evaluation import evaluated_beside
-from ..pipes.data.errors import DataError, WorkerError, describe_exception
+from ..pipes.data.errors import DataError, WorkerError, check_integer, describe_exception
 from ..pipes.graph.modules import torch_threads
 from ..pipes.keeping.files import make_folder, write_atomically
 from ..pipes.taps import count_steps
 from rollpipe.results.experiments import (
     EndedRuns,
-    check_counts,
     python_words,
     run_all,
-    typed_command,
     without,
 )
 from ..runs.commands import asked_by, folder_name
@@ -39,7 +37,7 @@ from ..runs.locks import locked
 from ..runs.signals import uninterrupted
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_named, playing, resolve
-from ..settings.options import import_words, parse_seeds
+from ..settings.options import import_words, parse_seeds, typed_arguments, typed_command
 
 # %% auto #0
 __all__ = ['SPACES', 'EPISODES', 'FILE', 'Range', 'Choice', 'space_for', 'returns_of_training', 'returns_of', 'import_optuna',
@@ -98,11 +96,11 @@ _TRUST = dict(
     critic_lr=Range(1e-4, 1e-2),
     critic_epochs=Range(1, 20),
 )
-_REPLAY = dict(
-    _GAMMA,
+_DATA = dict(
     lr=Range(1e-5, 3e-3),
     batch_size=Choice([64, 128, 256, 512]),
 )
+_REPLAY = dict(_GAMMA, **_DATA)
 _DEEP_Q = dict(
     _REPLAY,
     n_envs=Choice([1, 4, 8]),
@@ -111,10 +109,6 @@ _DEEP_Q = dict(
     eps_end=Range(0.01, 0.1),
     eps_steps=Range(1_000, 50_000),
     target_every=Range(50, 2_000),
-)
-_DATA = dict(
-    lr=Range(1e-5, 3e-3),
-    batch_size=Choice([64, 128, 256, 512]),
 )
 _ACTIONS = dict(
     _REPLAY,
@@ -207,12 +201,10 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
         n: number of evaluations, at equal distances in steps
     """
     agent, pipe = build(config)
-    seed = _SEED + config["seed"]
-    device = device_named(config["device"])
     options = dict(
         n_episodes=EPISODES,
-        seed=seed,
-        device=device,
+        seed=_SEED + config["seed"],
+        device=device_named(config["device"]),
         **playing(config),
     )
     n_made = 0
@@ -316,9 +308,8 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             # The path is no part of the address, where "?" has a meaning.
-            storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=connections(path))
             study = optuna.create_study(
-                storage=storage,
+                storage=optuna.storages.RDBStorage("sqlite://", engine_kwargs=connections(path)),
                 study_name="rollpipe",
                 direction="maximize",
                 load_if_exists=True,
@@ -559,19 +550,43 @@ def _check_options(args, values):
 
 
 class Search:
-    "A search: its options, and the configurations of its trials."
+    """A search: its options, and the configurations of its trials.
 
-    def __init__(self, args: Namespace):
-        check_counts(args, "trials", "jobs", "evaluations")
+    Args:
+        args: what is typed besides, of the algorithm and of its runs
+        trials: trials in the study, with those that are over already
+        jobs: trials at a time, each in a process
+        seeds: seeds that each trial trains with, apart from those of runs
+        evaluations: evaluations of each training; after a third of the first one, poor trials end
+            early
+        storage: folder of the study, from which it goes on [tuning/ALGO-ENV]
+        out: the preset [preset.toml in the folder of the study]
+        overwrite: replace that file, whoever has written it
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        trials: int = 50,
+        jobs: int = 1,
+        seeds: str = "1000-1001",
+        evaluations: int = 10,
+        storage: str | None = None,
+        out: str | None = None,
+        overwrite: bool = False,
+    ):
         self.args = args
+        self.n_trials = check_integer("trials", trials)
+        self.jobs = check_integer("jobs", jobs)
+        self.overwrite = overwrite
         self.asked = asked_by(args)
         values = self.asked.values
 
         # Each training of a trial has a seed of its own, so this one is no longer an option.
         self.seed = values.pop("seed", RunOptions.seed)
         self.given = [*values]
-        self.seeds = parse_seeds(args.seeds)
-        self.n = args.evaluations
+        self.seeds = parse_seeds(seeds)
+        self.n = check_integer("evaluations", evaluations)
         # How many evaluations a trial makes before one may end it, see `open_study`
         self.free = max(1, self.n // 3)
 
@@ -585,8 +600,8 @@ class Search:
             options,
         )
         name = f"{args.algorithm}-{folder_name(args.env)}"
-        self.folder = Path(args.storage or f"tuning/{name}")
-        self.out = Path(args.out) if args.out else self.folder / "preset.toml"
+        self.folder = Path(storage or f"tuning/{name}")
+        self.out = Path(out) if out else self.folder / "preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
         "The configuration of one training."
@@ -637,7 +652,7 @@ def _try(search, study, n):
 
 def _in_processes(search, n):
     "Distribute `n` trials over processes."
-    jobs = search.args.jobs
+    jobs = search.jobs
     words = [*python_words(), *without(search.args.words, ("--jobs",), ("--overwrite",))]
     # The first processes get what does not divide evenly.
     commands = {}
@@ -684,8 +699,9 @@ def _write(search, study):
         return "no trial is complete"
     # A trial is pruned only beside complete ones.
     if best is None:
-        problem = f"no trial is complete, {len(errors)} failed; the first error: {errors[0]}"
-        raise WorkerError(problem)
+        raise WorkerError(
+            f"no trial is complete, {len(errors)} failed; the first error: {errors[0]}"
+        )
 
     # The preset, with comments that say how good it is
     config = search.config(best.params, 0)
@@ -720,7 +736,7 @@ def _write(search, study):
 def tune_command(args: Namespace) -> None:
     "Search for options, and write the best ones as a preset."
     import_optuna()
-    search = Search(args)
+    search = Search(args, **typed_arguments(Search, args))
 
     # Raise here the errors that every trial would raise, and that of the end.
     config = search.config({}, search.seeds[0])
@@ -747,7 +763,7 @@ def tune_command(args: Namespace) -> None:
         return
 
     # The search itself
-    check_file(search.out, args.overwrite)
+    check_file(search.out, search.overwrite)
     make_folder(search.out.parent)
     make_folder(search.folder)
     with locked(search.folder):
@@ -765,10 +781,10 @@ def _search(search):
     )
     forget_running(study)
     n_over = len(ended_trials(study))
-    n_missing = args.trials - n_over
-    count = f"{args.trials} trials, of which {n_over} are over"
+    n_missing = search.n_trials - n_over
+    count = f"{search.n_trials} trials, of which {n_over} are over"
     if n_missing < 0:
-        count = f"{n_over} trials are over, and --trials asks for {args.trials}"
+        count = f"{n_over} trials are over, and --trials asks for {search.n_trials}"
     print(
         f"{args.algorithm} on {args.env}: {count}, in {search.folder}",
         flush=True,
@@ -777,7 +793,7 @@ def _search(search):
     # After an interruption, the best options so far are written, too.
     outcome = EndedRuns([], [], None)
     try:
-        if n_missing > 0 and args.jobs > 1:
+        if n_missing > 0 and search.jobs > 1:
             outcome = _in_processes(search, n_missing)
         else:
             _try(search, study, n_missing)
@@ -789,7 +805,7 @@ def _search(search):
     if outcome.stopped is None:
         print(text)
     outcome.check(
-        args.jobs,
+        search.jobs,
         "processes",
         saved=f"{text}\nthe same command goes on",
     )
