@@ -13,7 +13,8 @@ A mutant changes an operator, a condition, a constant or two arguments, or it dr
 Then the notebook is run, and after it the quick tests that reach the changed line (`mutants_coverage.py`), the fastest
 first, at most 60 s of them, until one fails. What has killed a mutant for the first time must pass without any change,
 or it is left out from then on. Each mutant is a process that is forked by one which has imported torch.
-`run --resume` continues a file of results. `cover` needs coverage (`pip install coverage`), Linux and some minutes.
+`run --resume` continues a file of results. `run --notebooks-only` needs no `cover`: what a notebook does not kill is
+pending, and a later `run --resume` asks the tests about it. `cover` needs coverage (`pip install coverage`), Linux and some minutes.
 """
 
 import argparse
@@ -52,7 +53,8 @@ BUDGETS = (6, 54)  # seconds of tests, asked one after the other
 FILE_SECONDS = 0.3  # to collect a file of tests
 LIMIT = 90  # seconds until a notebook or tests are ended
 
-RESULTS = "notebook", "tests", "time", "survived", "not covered", "gone"
+# Killed by the notebook, by tests, by time; not killed; the notebook alone was asked; the text is gone
+RESULTS = "notebook", "tests", "time", "survived", "not covered", "pending", "gone"
 FIELDS = "number", "room", "file", "line", "kind", "result", "by", "seconds", "before", "after"
 
 
@@ -346,8 +348,11 @@ class Job:
         self.reliable = set()  # notebooks and tests that have passed without a change
         self.unreliable = set()
 
-    def judge(self, mutant):
-        "The (result, by) of a mutant."
+    def judge(self, mutant, has_passed_notebook=False):
+        """The (result, by) of a mutant; `has_passed_notebook` if its notebook need not be asked again.
+
+        Without coverage no test is asked.
+        """
         module = self.tree / mutant.file
         text = module.read_text() if module.exists() else ""
         change = mutants_source.changed(mutant, text)
@@ -365,12 +370,14 @@ class Job:
                 texts[notebook] = cells, new_cells
 
         # The notebook
-        if is_in_notebook:
+        if is_in_notebook and not has_passed_notebook:
             result = self._asked(texts, [str(notebook)], self._ask_notebook)
             if result:
                 return ("notebook" if result[0] == "failed" else "time"), result[1]
 
         # The tests
+        if self.coverage is None:
+            return "pending", ""
         tests = self.coverage.tests_of(mutant.file, lines)
         for names in portions(tests):
             result = self._asked(texts, names, self._ask_tests)
@@ -433,15 +440,21 @@ class Job:
 def run(args):
     "Judge the mutants of a list, and append a line for each to the results."
     mutants = mutants_source.read(args.list)
-    judged = set()
+    results = {}  # the last result of each mutant
     if args.out.exists():
         if not args.resume:
             sys.exit(f"{args.out} exists: --resume continues it")
-        judged = {int(row["number"]) for row in rows_of(args.out)}
+        results = {int(row["number"]): row["result"] for row in rows_of(args.out)}
     else:
         add_row(args.out, dict(zip(FIELDS, FIELDS)))
-    waiting = [(n, m) for n, m in enumerate(mutants) if n not in judged][: args.most]
-    coverage = Coverage(args.cover)
+    coverage = None if args.notebooks_only else Coverage(args.cover)
+    open_results = (None,) if args.notebooks_only else (None, "pending")
+    waiting = [
+        (n, mutant, results.get(n) == "pending")
+        for n, mutant in enumerate(mutants)
+        if results.get(n) in open_results
+    ]
+    waiting = waiting[: args.most]
 
     # One process for each job, which forks for each mutant
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -476,9 +489,9 @@ def work(folder, waiting, args, coverage):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         folder.mkdir()
         job = Job(folder, args.suite, args.package, coverage)
-        for number, mutant in waiting:
+        for number, mutant, has_passed_notebook in waiting:
             began = time.monotonic()
-            result, by = job.judge(mutant)
+            result, by = job.judge(mutant, has_passed_notebook)
             seconds = round(time.monotonic() - began, 1)
             row = dict(mutant._asdict(), number=number, result=result, seconds=seconds)
             row["by"] = by.removeprefix(f"{job.tree}/")
@@ -576,7 +589,8 @@ def main():
     command = commands.add_parser("run", help="judge the mutants")
     command.set_defaults(function=run)
     command.add_argument("--list", type=path_of, required=True, help="what `list` has written")
-    command.add_argument("--cover", type=path_of, required=True, help="what `cover` has written")
+    command.add_argument("--cover", type=path_of, help="what `cover` has written")
+    command.add_argument("--notebooks-only", action="store_true", help="ask no tests")
     command.add_argument("--out", type=path_of, required=True, help="a CSV file to append to")
     command.add_argument("--suite", type=path_of, default=ROOT, help="the checkout of the tests")
     command.add_argument("--package", type=path_of, default=ROOT, help="the checkout to change")
@@ -589,6 +603,8 @@ def main():
     command.add_argument("results", nargs="+", type=path_of, help="what `run` has written")
 
     args = parser.parse_args()
+    if args.function is run and not (args.cover or args.notebooks_only):
+        parser.error("run needs --cover, or --notebooks-only")
     args.function(args)
 
 

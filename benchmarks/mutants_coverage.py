@@ -3,6 +3,8 @@
 `mutants.py` puts a copy of this file, named `sitecustomize.py`, on the search path. So every Python process that a
 test starts measures its own coverage, also a forked one, and pytest loads the same module as a plugin, which says
 which test is running. What a process has measured is saved when it ends; of one that is killed it is lost.
+
+PYTEST_DONT_REWRITE: pytest would warn that the module is there before it can change its assertions.
 """
 
 import atexit
@@ -12,7 +14,6 @@ import time
 
 FOLDER = os.environ.get("ROLLPIPE_COVERAGE")  # where the data go
 SOURCE = os.environ.get("ROLLPIPE_COVERAGE_SOURCE")  # the package
-IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # the tests run in processes of xdist
 measured = None  # the `Coverage` of this process
 data_file = None
 began = 0.0  # when the test began
@@ -62,24 +63,29 @@ def write_line(**fields):
         file.write(json.dumps(fields) + "\n")
 
 
+def is_worker():
+    "Do tests run in this process? They do so in those of xdist, which are told after their start."
+    return "PYTEST_XDIST_WORKER" in os.environ
+
+
 def pytest_runtest_logstart(nodeid):
     "All that happens for a test, its fixtures included, is reached by it."
     global began
-    if IN_WORKER:
+    if is_worker():
         measured.switch_context(nodeid)
         os.environ["ROLLPIPE_COVERAGE_TEST"] = nodeid
         began = time.monotonic()
 
 
 def pytest_runtest_logfinish(nodeid):
-    if IN_WORKER:
+    if is_worker():
         write_line(test=nodeid, seconds=time.monotonic() - began)
         measured.switch_context("")
 
 
 def pytest_runtest_logreport(report):
     "A test that fails or is skipped can kill no mutant."
-    if IN_WORKER and report.outcome != "passed":
+    if is_worker() and report.outcome != "passed":
         write_line(test=report.nodeid, outcome=report.outcome)
 
 
