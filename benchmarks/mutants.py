@@ -10,11 +10,14 @@ whose rollpipe/ is changed; both are this checkout otherwise. So two suites are 
 
 A mutant changes an operator, a condition, a constant or two arguments, or it drops a call, an assignment or a raise
 (`mutants_source.py`). It is made in a copy of the tree: in the module, and in its notebook where the text is found.
-Then the notebook is run, and after it the quick tests that reach the changed line (`mutants_coverage.py`), the fastest
-first, at most 60 s of them, until one fails. What has killed a mutant for the first time must pass without any change,
-or it is left out from then on. Each mutant is a process that is forked by one which has imported torch.
+Then the notebook is run, and after it the quick tests that reach the changed line (`mutants_coverage.py`), the
+fastest first, at most 60 s of them, until one fails. What has killed a mutant for the first time must pass without any
+change, or it is left out from then on. Who takes more than 90 s of processor time has killed the mutant by time. Each
+mutant is a process that is forked by one which has imported torch.
+
 `run --resume` continues a file of results. `run --notebooks-only` needs no `cover`: what a notebook does not kill is
-pending, and a later `run --resume` asks the tests about it. `cover` needs coverage (`pip install coverage`), Linux and some minutes.
+pending, and a later `run --resume` asks the tests about it. `cover` needs coverage (`pip install coverage`), Linux and
+some minutes.
 """
 
 import argparse
@@ -51,7 +54,8 @@ MODULE_TESTS = "tests/test_imports.py"  # asked for lines that run when a module
 MOST_LISTED = 300  # tests that are kept for a line
 BUDGETS = (6, 54)  # seconds of tests, asked one after the other
 FILE_SECONDS = 0.3  # to collect a file of tests
-LIMIT = 90  # seconds until a notebook or tests are ended
+BUSY_LIMIT = 90  # seconds of processor time until a notebook or tests are ended
+LIMIT = 240  # and seconds of the clock
 
 # Killed by the notebook, by tests, by time; not killed; the notebook alone was asked; the text is gone
 RESULTS = "notebook", "tests", "time", "survived", "not covered", "pending", "gone"
@@ -131,7 +135,9 @@ def digest(data, package, out):
         for line in file.read_text().splitlines():
             account = json.loads(line)
             if "seconds" in account:
-                seconds[account["test"]] = account["seconds"]
+                # The processor time does not depend on other work of the machine. A test that waits has little.
+                least = account["seconds"] / 4
+                seconds[account["test"]] = max(account["busy_seconds"], least)
             else:
                 others.add(account["test"])
     seconds = {test: s for test, s in seconds.items() if test not in others}
@@ -250,7 +256,13 @@ class Outcome(NamedTuple):
     output: str
 
 
-def in_child(function, tree, limit):
+def busy_seconds_of(pid):
+    "The processor time of a process and of its children that have ended."
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def in_child(function, tree):
     "Call a function in a process of its own whose package is that in `tree`."
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
@@ -267,8 +279,8 @@ def in_child(function, tree, limit):
 
         # Wait for its end
         code = None
-        deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline and busy_seconds_of(pid) < BUSY_LIMIT:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
@@ -401,14 +413,17 @@ class Job:
 
             # A failure is believed if there is none without the change.
             how, by = failure
-            one = next(name for name in names if name.startswith(by))
-            if how == "late" or one in self.reliable:
+            if how == "late":
+                witnesses = names
+            else:
+                witnesses = [next(name for name in names if name.startswith(by))]
+            if self.reliable.issuperset(witnesses) or ask(witnesses) is None:
+                self.reliable.update(witnesses)
                 return failure
-            if ask([one]) is None:
-                self.reliable.add(one)
-                return failure
-            self.unreliable.add(one)
-            print(f"fails without a change, so it is not asked: {one}", flush=True)
+            if how == "late":
+                return None  # this machine is too busy for them
+            self.unreliable.update(witnesses)
+            print(f"fails without a change, so it is not asked: {witnesses}", flush=True)
 
     def _write(self, texts, is_changed):
         "Write the changed or the first texts; no bytecode of the others is left."
@@ -419,13 +434,13 @@ class Job:
 
     def _ask_notebook(self, names):
         [path] = names
-        outcome = in_child(lambda: run_notebook(Path(path)), self.tree, LIMIT)
+        outcome = in_child(lambda: run_notebook(Path(path)), self.tree)
         return self._failure(outcome, path)
 
     def _ask_tests(self, names):
         self.account.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-        outcome = in_child(lambda: run_tests(names, self.account, self.folder), self.tree, LIMIT)
+        outcome = in_child(lambda: run_tests(names, self.account, self.folder), self.tree)
         by = self.account.read_text() if self.account.exists() else ""
         if not any(name.startswith(by) for name in names):
             by = ""  # neither a test nor a file: nothing could be collected

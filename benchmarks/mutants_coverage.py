@@ -16,7 +16,7 @@ FOLDER = os.environ.get("ROLLPIPE_COVERAGE")  # where the data go
 SOURCE = os.environ.get("ROLLPIPE_COVERAGE_SOURCE")  # the package
 measured = None  # the `Coverage` of this process
 data_file = None
-began = 0.0  # when the test began
+began = 0.0, 0.0  # the wall time and the processor time when the test began
 exit_at_once = os._exit
 
 
@@ -68,18 +68,24 @@ def is_worker():
     return "PYTEST_XDIST_WORKER" in os.environ
 
 
+def now():
+    "The wall time, and the processor time of this process and of its children that have ended."
+    return time.monotonic(), sum(os.times()[:4])
+
+
 def pytest_runtest_logstart(nodeid):
     "All that happens for a test, its fixtures included, is reached by it."
     global began
     if is_worker():
         measured.switch_context(nodeid)
         os.environ["ROLLPIPE_COVERAGE_TEST"] = nodeid
-        began = time.monotonic()
+        began = now()
 
 
 def pytest_runtest_logfinish(nodeid):
     if is_worker():
-        write_line(test=nodeid, seconds=time.monotonic() - began)
+        seconds, busy_seconds = (end - start for end, start in zip(now(), began))
+        write_line(test=nodeid, seconds=seconds, busy_seconds=busy_seconds)
         measured.switch_context("")
 
 
