@@ -78,7 +78,8 @@ pytest: $(STAMP)  ## the quick tests, some files at a time
 
 raises: $(STAMP)  ## list the raise statements that neither a notebook nor a quick test reaches
 	@mkdir -p build; rm -f build/raises.txt
-	@ROLLPIPE_RAISES=$(CURDIR)/build/raises.txt $(MAKE) --no-print-directory notebooks pytest >build/raises.log || { tail -n 40 build/raises.log; exit 1; }
+	@ROLLPIPE_RAISES=$(CURDIR)/build/raises.txt $(MAKE) --no-print-directory -k notebooks pytest >build/raises.log 2>&1 || \
+	echo "Not all pass while raise statements are marked, which changes the code: build/raises.log"
 	@$(BIN)/python tests/raises.py build/raises.txt
 
 newest: $(STAMP)  ## put the newest releases of what rollpipe stands on into .venv, for a test; `make clean setup` goes back
