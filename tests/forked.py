@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import raises  # before rollpipe: says which of its `raise` statements are reached
 import torch
 
 from rollpipe.results import experiments
@@ -23,6 +24,7 @@ from rollpipe.results import experiments
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
+        *["raises"] * bool(raises.FILE),
         "torch._dynamo",
         "gymnasium.envs.classic_control",
         "rollpipe.agents.learner",

@@ -17,6 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+import raises
+
 sys.path.pop(0)  # notebooks do not see the helpers of the tests
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("tutorials",)  # folders of slow notebooks: at the end nothing could run beside them
@@ -49,11 +51,19 @@ def run(path):
     from nbdev.test import test_nb
 
     class Compares(nbdev.test.CaptureShell):
+        def mark(self, directives):
+            "With ROLLPIPE_RAISES, mark the `raise` statements of exported cells."
+            if "default_exp" in directives:
+                self.module = f"rollpipe.{directives['default_exp'][0]}"
+            is_marked = raises.FILE and any(word.startswith("export") for word in directives)
+            self.ast_transformers = [raises.Marks(self.module)] if is_marked else []
+
         def cell(self, cell, **options):
             if cell.cell_type != "code":
                 return
             stored = drawings(cell)
             cell.outputs = []
+            self.mark(getattr(cell, "directives_", {}))
             super().cell(cell, **options)
             if stored and not self.exc and (found := drawings(cell)) != stored:
                 self.exc = AssertionError(f"it drew {found}, but stored is {stored}")
