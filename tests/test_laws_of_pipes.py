@@ -221,8 +221,8 @@ PIPES = {
     "FrameStack, batches": each(
         lambda folder: FrameStack(FragmentStacker(lanes(Pictures, Acts), 2), 4)
     ),
-    "Steps": Row(lambda folder: Steps(fragments())),
-    "Steps, batches": Row(lambda folder: Steps(FragmentStacker(lanes(), 2))),
+    "Steps": Row(lambda folder: Steps(fragments(n_steps=1))),
+    "Steps, batches": Row(lambda folder: Steps(FragmentStacker(lanes(n_steps=1), 2))),
     "Fragments": Row(lambda folder: Fragments(Steps(lanes()), 3)),
     "StepMerger": Row(lambda folder: StepMerger(Steps(lanes()), 3)),
     "Replay": each(
