@@ -1,13 +1,14 @@
 """Environments whose batch is made of tensors: two of gymnasium's written for torch, one of which every number can be predicted."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-from toys import ENDS, Counting, Nested
+from toys import Counting, InTensors, Nested, factories
 
 from rollpipe.pipes import TensorEnv, nested
 
@@ -108,76 +109,42 @@ class Pendulum(Simulated):
         return state, -cost.float(), torch.zeros(self.n_envs, dtype=torch.bool, device=self.device)
 
 
-class Planned(TensorEnv):
-    "`toys.Counting` for tensors: it uses all of its memory again, also that of its infos, and changes the actions that it was given."
+class Planned(InTensors):
+    "`toys.Counting` in tensors: it uses all of its memory again, also that of its infos, and changes the actions that it was given."
 
-    observation_space, action_space = Counting.observation_space, Counting.action_space
-
-    def __init__(self, plans):
-        self.n_envs = len(plans)
-        size = max(map(len, plans))
-        whole = [(plan * size)[:size] for plan in plans]
-        self.length = torch.tensor([[length for length, _ in plan] for plan in whole])
-        self.kind = torch.tensor([[ENDS.index(end) for _, end in plan] for plan in whole])
-        self.period, self.tag = (
-            torch.tensor([len(plan) for plan in plans]),
-            torch.arange(self.n_envs),
-        )
-        self.given = {}
+    def __init__(self, plans, env=Counting):
+        super().__init__(factories(env, plans))
+        self.memory = {}
 
     def reset(self, seed):
-        self.seed = seed
-        self.episode, self.count, self.last = torch.zeros(3, self.n_envs, dtype=torch.long)
-        return self.again("obs", self.look())
+        return self.again("obs", super().reset(seed))
 
     def again(self, name, x):
         "`x` in the memory of the last time."
-        if name not in self.given:
-            self.given[name] = nested.map(torch.clone, x)
-        nested.setitem(self.given[name], ..., x)
-        return self.given[name]
-
-    def look(self):
-        return torch.stack([self.tag, self.episode, self.count, self.last], 1).float()
-
-    def number(self, act):
-        return act
+        if name not in self.memory:
+            self.memory[name] = nested.map(torch.clone, x)
+        nested.setitem(self.memory[name], ..., x)
+        return self.memory[name]
 
     def step(self, act):
-        self.last = self.number(act).clone()
-        self.count = self.count + 1
+        obs, rew, term, trunc, final, _ = super().step(nested.map(torch.clone, act))
         nested.map(lambda x: x.fill_(1), act)
-        which = (self.tag, self.episode % self.period)
-        over = self.count >= self.length[which]
-        kind = self.kind[which]
-        rew = (100 * self.episode + self.count + self.last / 10).float()
-        info = {
-            "count": self.count,
-            "parts": {"half": self.count / 2, "at": torch.stack([self.tag, self.last], 1)},
-        }
-        final = self.again("final", self.look())
-        info = self.again("info", info)
-        self.episode, self.count = self.episode + over, torch.where(over, 0, self.count)
-        ends = over & (kind != ENDS.index("trunc")), over & (kind != ENDS.index("term"))
-        return (self.again("obs", self.look()), *self.again("flags", (rew, *ends)), final, info)
+
+        # The infos of `Counting`
+        place = final["place"] if isinstance(final, dict) else final
+        tag, _, count, last = place.long().unbind(1)
+        parts = {"half": count / 2, "at": torch.stack([tag, last], 1)}
+        info = self.again("info", {"count": count, "parts": parts})
+
+        flags = self.again("flags", (rew, term, trunc))
+        return self.again("obs", obs), *flags, self.again("final", final), info
+
+    def close(self):
+        for env in self.envs:
+            env.close()
 
 
-class PlannedNested(Planned):
-    "`toys.Nested` for tensors."
-
-    observation_space, action_space = Nested.observation_space, Nested.action_space
-
-    def look(self):
-        pixels = self.count[:, None, None].expand(-1, 2, 2).to(torch.uint8)
-        return {
-            "place": super().look(),
-            "exact": self.count.double() / 3 + self.last,
-            "pair": [self.episode, {"pixels": pixels}],
-        }
-
-    def number(self, act):
-        wheel, buttons = act["steer"]
-        return act["gear"] + 10 * wheel.sum(1).long() + 1000 * buttons.sum(1).long()
+PlannedNested = partial(Planned, env=Nested)
 
 
 class AsVector(VectorEnv):

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import apply, array, assert_same, flatten, snapshot
-from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
+from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
 
-from rollpipe.layers import Critic, GaussianPolicy, MLPPolicy
+from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import (
     AdvantageBuffer,
     DataError,
@@ -75,29 +75,6 @@ def test_stacked_fragments_come_apart_again(env, actor, n):
             assert_same(cut(batch, 2 * j, 2), single[k * n + j])
 
 
-def test_provenance_of_a_batch():
-    batch = list(islice(FragmentStacker(fragments(lanes=3), 3), 2))[1]
-    assert (
-        batch.lane.tolist() == [0, 0, 1, 1, 2, 2]
-        and batch.seq.tolist() == [1] * 6
-        and batch.version.tolist() == [0] * 6
-    )
-
-
-def test_ends_are_where_the_state_says():
-    batch = next(iter(FragmentStacker(fragments(lanes=3, n_steps=9), 3)))
-    cut_off = (batch.state.fin & ~batch.term)[1:]
-    assert (
-        sorted(torch.stack([batch.final.t, batch.final.b], 1).tolist())
-        == cut_off.nonzero().tolist()
-        != []
-    )
-    for t, b, obs in zip(batch.final.t, batch.final.b, batch.final.obs):
-        assert (
-            obs[0] == batch.state.obs[t, b, 0] and obs[2] == batch.state.obs[t, b, 2] + 1
-        )  # same environment, next step
-
-
 def test_advantages_are_stacked_too():
     rich = lambda: AdvantageBuffer(fragments(lanes=2), judge)
     a, b = islice(rich(), 2)
@@ -109,31 +86,6 @@ def test_advantages_are_stacked_too():
 
 def test_what_is_left_over_makes_a_smaller_batch():
     assert [f.n_envs for f in FragmentStacker(Limit(fragments(), 5), 2)] == [4, 4, 2]
-
-
-def test_a_batch_of_different_lengths_is_refused():
-    class Shorter(Pipe):
-        def stream(self, items):
-            for k, f in enumerate(items):
-                yield (
-                    f
-                    if k == 0
-                    else f._replace(
-                        state=apply(lambda x: x[:3], f.state), valid=f.valid[:2], term=f.term[:3]
-                    )
-                )
-
-    with pytest.raises(
-        DataError,
-        match=r"FragmentStacker: fragments of different lengths.*Expected T=5, got T=\[5, 2\]",
-    ):
-        next(iter(FragmentStacker(Shorter(fragments()), 2)))
-
-
-@pytest.mark.parametrize("n", [0, -1, 1.5, None])
-def test_sizes_of_a_batch(n):
-    with pytest.raises(DataError, match="FragmentStacker: .*n >= 1.*n="):
-        FragmentStacker(fragments(), n)
 
 
 def test_structures_that_do_not_fit():
@@ -240,19 +192,6 @@ def test_minibatches_are_shuffled():
     assert all(sorted(o) != list(o) for o in order)
 
 
-def test_the_seed_fixes_the_order():
-    run = lambda seed: [snapshot(m) for m in islice(Minibatcher(fragments(), 3, 2, seed=seed), 10)]
-    assert_same(run(0), run(0))
-    assert any(
-        (a.state.obs.shape != b.state.obs.shape) or (a.state.obs != b.state.obs).any()
-        for a, b in zip(run(0), run(1))
-    )
-    pipe = Minibatcher(fragments(n_steps=30), 60)
-    a = next(iter(pipe))
-    b = next(iter(pipe))
-    assert not torch.equal(a.state.obs, b.state.obs)
-
-
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("env, actor", [(Counting, Memory), (Nested, NestedMemory)])
 @pytest.mark.parametrize("size, per_batch", [(1, 1), (5, 1), (9, 1), (10, 2), (15, 3), (999, 4)])
@@ -288,17 +227,6 @@ def test_minibatches_of_minibatches_of_batches():
     assert count(again) == count(batch)
 
 
-def test_log_probabilities_stay_with_their_actions():
-    actor = GaussianPolicy.for_env(Lively)
-    for m in islice(
-        Minibatcher(FragmentCollector(EnvStepper(Lively, actor, 4, seed=0), 25), 30, seed=0), 8
-    ):
-        with torch.no_grad():
-            dist, _ = actor.params(m.state.obs, None, None, None, hx=(), stepno=None)
-        logp = actor.dist.log_prob(apply(lambda x: x[:1], dist), m.state.act[1:])
-        torch.testing.assert_close(logp, m.actor["logp"][:1], rtol=1e-4, atol=1e-5)
-
-
 def test_a_fragment_without_valid_rows_gives_no_minibatch():
     class Nothing(Pipe):
         def stream(self, items):
@@ -307,15 +235,6 @@ def test_a_fragment_without_valid_rows_gives_no_minibatch():
 
     pipe = Limit(Minibatcher(Nothing(fragments(n_steps=3)), 2, seed=0), 3)
     assert [(m.n_envs, int(m.seq[0])) for m in pipe] == [(2, 1)] * 3
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [dict(size=0), dict(size=-4), dict(size=2.5), dict(size=3, epochs=0), dict(size=3, epochs="2")],
-)
-def test_sizes_of_a_minibatch(kwargs):
-    with pytest.raises(DataError, match="Minibatcher: .*(size|epochs) >= 1"):
-        Minibatcher(fragments(), **kwargs)
 
 
 def test_minibatches_share_no_memory_with_the_fragment():

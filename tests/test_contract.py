@@ -51,7 +51,6 @@ from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import (
     DataLoader2,
     InProcessReadingService,
-    ReadingServiceInterface,
 )
 from rollpipe.pipes.passes import keep_environments
 from rollpipe.pipes.taps import EpisodeStats
@@ -298,10 +297,6 @@ def test_options_out_of_range(Reading):
 
 
 # --- the life of a loader
-
-
-def test_it_is_a_reading_service(Reading):
-    assert isinstance(Reading(1), ReadingServiceInterface)
 
 
 def test_a_second_iteration_is_a_fresh_start(Reading):

@@ -100,6 +100,7 @@ def test_the_limit_of_a_run_holds_in_training_and_evaluation(tmp_path, capsys, c
     assert "mean length 9.0" in capsys.readouterr().out
     config = json.loads((run / "config.json").read_text())
     assert config["max_episode_steps"] == 7
+    assert evaluate("Endless-v0", load_agent(run).actor, 1, max_steps=9).cut_off.all()
 
 
 def test_an_evaluation_of_a_run_is_cut_and_says_so(tmp_path, capsys, monkeypatch):
@@ -259,8 +260,3 @@ def test_a_vector_that_does_not_end_is_refused_when_it_does_not_end():
     assert evaluate(factory, actor, 4, max_steps=20).lengths.tolist() == [6] * 4
     vector = gym.vector.SyncVectorEnv([short] * 2, autoreset_mode="SameStep")
     assert evaluate(vector, actor, 4, max_steps=20).lengths.tolist() == [6] * 4
-
-
-def test_the_policy_of_an_endless_run_in_python(tmp_path):
-    assert train(tmp_path / "run", "--max-episode-steps", 7) == 0
-    assert evaluate("Endless-v0", load_agent(tmp_path / "run").actor, 1, max_steps=9).cut_off.all()

@@ -1,5 +1,6 @@
 "Whole episodes against a naive player, one environment at a time."
 
+from functools import partial
 from itertools import islice
 
 import gymnasium as gym
@@ -12,21 +13,16 @@ from random_fragments import episodes as plans
 from reference import Solo, apply, assert_same, grid, snapshot
 from toys import (
     WORLDS,
-    Brief,
+    Acts,
     Counting,
     Limit,
     Memory,
-    Nested,
-    NestedMemory,
     Plain,
-    Stepped,
+    Scripted,
     factories,
-    judge,
 )
 
-from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer,
     DataError,
     EnvStepper,
     EpisodeCollector,
@@ -113,33 +109,6 @@ def test_equals_the_naive_player(world, each, n_steps):
         check(item[0], seq, expected)
 
 
-def test_a_terminated_episode_by_hand():
-    [episode] = next(
-        iter(EpisodeCollector(stepper(lambda: Counting([(3, "term"), (2, "trunc")]), Plain())))
-    )
-    assert episode.state.obs[:, 0].tolist() == [
-        [0, 0, 0, 0],
-        [0, 0, 1, 0],
-        [0, 0, 2, 3],
-        [0, 0, 3, 1],
-    ]
-    assert episode.state.stepno[:, 0].tolist() == [0, 1, 2, 3] and episode.state.fin[
-        :, 0
-    ].tolist() == [True, False, False, True]
-    assert episode.actor["virtual"][:, 0].tolist() == [False] * 3 + [True]
-    assert episode.final.obs.tolist() == [[0, 0, 3, 1]] and episode.term[:, 0].tolist() == [
-        False
-    ] * 3 + [True]
-
-
-def test_a_last_observation_that_is_missing_is_an_error():
-    pipe = EpisodeCollector(EnvStepper(lambda: Counting([(2, "term")]), Plain()))
-    with pytest.raises(
-        DataError, match="EpisodeCollector, lane 0, environment 0: there is no last observation"
-    ):
-        next(iter(pipe))
-
-
 @pytest.mark.parametrize(
     "batch, sizes", [(1, [1] * 7), (2, [2, 2, 2, 1]), (3, [3, 3, 1]), (9, [7])]
 )
@@ -186,18 +155,6 @@ def test_padded_batches_come_apart_again(lengths, memory):
         assert all(x.all() for x in rest)
 
 
-def test_advantages_of_a_padded_batch_are_those_of_its_episodes():
-    def source():
-        return EnvStepper(lambda: Counting([(n, "trunc") for n in (3, 5, 1)]), Plain())
-
-    singles = next(iter(EpisodeCollector(source(), 3)))
-    batch = next(iter(AdvantageBuffer(EpisodeCollector(source(), 3, pad=True), judge, 0.9, 0.8)))
-    alone = AdvantageBuffer(EpisodeCollector(source(), 1, pad=True), judge, 0.9, 0.8)
-    for b, (f, one) in enumerate(zip(singles, alone)):
-        torch.testing.assert_close(batch.adv[: f.n_steps, b], one.adv[:, 0])
-        torch.testing.assert_close(batch.ret[: f.n_steps, b], one.ret[:, 0])
-
-
 def test_padding_what_already_fits_changes_nothing():
     f = next(iter(FragmentCollector(EnvStepper(Counting, Plain(), 2), 3)))
     assert pad_episodes([f]) is f
@@ -241,31 +198,22 @@ def test_environments_that_rest_leave_no_trace():
         assert_same((a.state.act[1:], a.state.rew[1:]), (b.state.act[1:], b.state.rew[1:]))
 
 
-class Timed(Stepped):
-    "Episodes of 3 and 5 steps in turn, the first kind cut off, the second terminated."
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
-    action_space = gym.spaces.Discrete(5)
-    episode = -1
-
-    def begin(self):
-        self.episode += 1
-
-    def look(self):
-        return np.array([self.episode, self.count], np.float32)
-
-    def pay(self, action):
-        return 1.0 * self.count
-
-    def ends(self):
-        over = self.count == 3 + 2 * (self.episode % 2)
-        terminates = self.episode % 2 == 1
-        return over and terminates, over and not terminates
+Timed = partial(
+    Scripted,
+    [(3, "trunc"), (5, "term")],
+    observation_space=gym.spaces.Box(-np.inf, np.inf, (2,)),
+    see=lambda env: np.float32([env.episode, env.count]),
+    pay=lambda env: float(env.count),
+    tell={},
+    tell_first={},
+)
 
 
-class Look(Plain):
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        return (obs[..., 1].long() + stepno) % 5, (), {"at": obs.clone()}
+def looking():
+    "Acts by the step that it sees, and reports it."
+    return Acts(
+        lambda x: (x.obs[..., 1].long() + x.stepno) % 5, report=lambda x: {"at": x.obs.clone()}
+    )
 
 
 @pytest.mark.parametrize("mode", list(gym.vector.AutoresetMode))
@@ -274,7 +222,7 @@ def test_vector_environments_in_any_mode(mode):
         return gym.vector.SyncVectorEnv([Timed] * 2, autoreset_mode=mode)
 
     for a, b in zip(
-        episodes_of(stepper(Timed, Look(), 2), 8), episodes_of(stepper(vector, Look()), 8)
+        episodes_of(stepper(Timed, looking(), 2), 8), episodes_of(stepper(vector, looking()), 8)
     ):
         assert_same(
             (a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin)
@@ -283,15 +231,6 @@ def test_vector_environments_in_any_mode(mode):
             (a.state.act[1:], a.state.rew[1:], a.actor, a.term),
             (b.state.act[1:], b.state.rew[1:], b.actor, b.term),
         )
-
-
-def test_a_policy_repeats_what_it_recorded():
-    policy = GaussianPolicy.for_env(Brief, seed=0)
-    for [f] in islice(EpisodeCollector(EnvStepper(Brief, policy, 3, seed=0)), 12):
-        torch.testing.assert_close(
-            policy.replay(f)["logp"], f.actor["logp"][:-1], rtol=1e-4, atol=1e-5
-        )
-        assert f.actor["logp"].shape == (f.n_steps + 1, 1) and not f.actor["logp"].requires_grad
 
 
 # --- memory
@@ -349,20 +288,7 @@ def test_memory_follows_the_oldest_episode(monkeypatch):
     assert late and max(late) <= 7
 
 
-def test_nothing_handed_out_is_overwritten():
-    source = EnvStepper(lambda: Nested([(2, "trunc"), (40, "trunc")]), NestedMemory(), 2)
-    kept = [(f, snapshot(f)) for [f] in islice(EpisodeCollector(source), 12)]
-    for f, as_received in kept:
-        assert_same(f, as_received)
-
-
 # --- bad input
-
-
-@pytest.mark.parametrize("batch", [0, -1, 1.5, None, True])
-def test_sizes_of_a_batch(batch):
-    with pytest.raises(DataError, match="EpisodeCollector: .*batch >= 1.*batch="):
-        EpisodeCollector(EnvStepper(Counting, Plain()), batch)
 
 
 def is_no_second(tick):
@@ -380,8 +306,3 @@ def test_ticks_that_do_not_follow_one_another():
             match="EpisodeCollector, lane 0, leaf stepno: ticks that do not follow one another",
         ):
             next(iter(EpisodeCollector(ticks)))
-
-
-def test_fragments_are_refused():
-    with pytest.raises(DataError, match="EpisodeCollector: .*Expected Tick, got Fragment"):
-        next(iter(EpisodeCollector(FragmentCollector(EnvStepper(Counting, Plain()), 3))))

@@ -57,60 +57,6 @@ def test_a_fragment_made_of_steps_keeps_the_rules_and_tells_them_again(f):
 
 
 @fast
-@given(fragments())
-def test_rows_of_a_fragment_made_of_steps(f):
-    "Step numbers, ends and final rows, environment by environment."
-    rows = 0
-    for t in range(f.n_steps):
-        for b in range(f.n_envs):
-            valid = bool(f.valid[t, b])
-            over = bool(f.state.fin[t + 1, b])
-            assert f.state.stepno[t + 1, b] == (0 if over else f.state.stepno[t, b] + 1)
-            assert over or valid and not f.term[t + 1, b]
-            assert valid or f.state.rew[t + 1, b] == 0 and not f.term[t + 1, b]
-            if over and valid and not f.term[t + 1, b]:
-                assert (int(f.final.t[rows]), int(f.final.b[rows])) == (t, b)
-                rows += 1
-    assert len(f.final.t) == rows
-
-
-@pytest.mark.parametrize(
-    "wrong, leaf",
-    [
-        (dict(act=torch.zeros(2, 2)), r"leaf act: .*\[T, B\] = \[3, 2\]"),
-        (dict(obs=dict(x=torch.zeros(3, 2))), r"leaf obs\['x'\]: .*\[T\+1, B\]"),
-        (
-            dict(terminated=torch.zeros(3, 2, dtype=torch.uint8)),
-            r"leaf terminated: wrong dtype. Expected bool \[T, B\], got uint8",
-        ),
-        (dict(truncated=np.zeros((3, 2))), "leaf truncated: wrong dtype"),
-        (dict(valid=torch.ones(3, 2)), "leaf valid: wrong dtype"),
-        (dict(terminated=torch.zeros(3, 1, dtype=bool)), "leaf terminated"),
-        (dict(truncated=torch.zeros(1, 2, dtype=bool)), "leaf truncated"),
-        (dict(actor=dict(logp=torch.zeros(3, 2))), r"leaf actor\['logp'\]"),
-        (dict(env=dict(x=torch.zeros(4, 2))), r"leaf env\['x'\]"),
-        (dict(adv=torch.zeros(4, 2)), "leaf adv"),
-        (dict(version=torch.zeros(3)), r"leaf version: .*\[B\] = \[2\]"),
-        (dict(truncated=torch.ones(3, 2, dtype=bool)), "leaf last_obs: a step was truncated"),
-        (dict(last_obs=torch.zeros(1)), r"leaf last_obs: .*\[K\] = \[0\]"),
-        (
-            dict(
-                truncated=torch.ones(3, 2, dtype=bool),
-                last_obs=torch.zeros(6),
-                actor=dict(logp=torch.zeros(4, 2)),
-            ),
-            r"leaf last_actor",
-        ),
-    ],
-)
-def test_the_wrong_argument_is_named(wrong, leaf):
-    right = dict(obs=torch.zeros(4, 2), act=torch.zeros(3, 2), rew=torch.zeros(3, 2))
-    assert Fragment.from_steps(**right).n_steps == 3
-    with pytest.raises(DataError, match=leaf):
-        Fragment.from_steps(**{**right, **wrong})
-
-
-@fast
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from(ENDS)), min_size=1, max_size=3),
     st.integers(1, 9),
@@ -143,24 +89,6 @@ def test_what_is_told_is_what_is_collected(plan, n_steps):
 def test_each_field_is_of_one_kind():
     kinds = [*Fragment.ROWS, *Fragment.STEPS, *Fragment.COLUMNS, "hx", "final"]
     assert set(kinds) == FIELDS and len(kinds) == len(FIELDS)
-
-
-@fast
-@given(fragments())
-def test_map_by_nothing_and_by_identity(f):
-    assert all(x is y for x, y in zip(f.map(), f))
-    same = f.map(**dict.fromkeys(("rows", "steps", "columns", "hx", "final"), lambda x: x))
-    assert_same(same, f)
-
-
-@fast
-@given(fragments())
-def test_maps_can_be_joined(f):
-    "Twice `map` is `map` of both functions, one after the other."
-    one = lambda x: x[:1]
-    two = lambda x: torch.stack([x, x])
-    for kind in ("rows", "steps", "columns", "hx"):
-        assert_same(f.map(**{kind: one}).map(**{kind: two}), f.map(**{kind: lambda x: two(one(x))}))
 
 
 @fast
@@ -330,6 +258,22 @@ NO_STEPS = [
         r"leaf stepno: .*\[B\] = \[2\], got int64",
     ),
     ("half a step", dict(stepno=0.5), "leaf stepno: .*an int.*got float32 0.5"),
+    ("actions of more steps", dict(act=ROWS[..., 0]), r"leaf act: .*\[T, B\] = \[3, 2\]"),
+    ("ends of bytes", dict(terminated=STEPS.byte()), r"leaf terminated: wrong dtype.*got uint8"),
+    ("ends of floats", dict(truncated=STEPS), "leaf truncated: wrong dtype"),
+    ("steps of floats", dict(valid=STEPS), "leaf valid: wrong dtype"),
+    ("ends of one column", dict(terminated=STEPS[:, :1].bool()), "leaf terminated"),
+    ("ends of one row", dict(truncated=STEPS[:1].bool()), "leaf truncated"),
+    ("a report of no look-ahead", dict(actor=dict(logp=STEPS)), r"leaf actor\['logp'\]"),
+    ("infos of more steps", dict(env=dict(x=ROWS)), r"leaf env\['x'\]"),
+    ("advantages of more steps", dict(adv=ROWS[..., 0]), "leaf adv"),
+    ("a version for each step", dict(version=STEPS[:, 0]), r"leaf version: .*\[B\] = \[2\]"),
+    ("a last observation too many", dict(last_obs=STEPS[0]), r"leaf last_obs: .*\[K\] = \[0\]"),
+    (
+        "no last report",
+        dict(truncated=~STEPS.bool(), last_obs=STEPS.view(6), actor=dict(logp=ROWS[..., 0])),
+        "leaf last_actor",
+    ),
 ]
 
 

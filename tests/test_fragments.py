@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -20,18 +21,19 @@ from toys import (
     Memory,
     Nested,
     NestedMemory,
-    Noted,
     Plain,
+    Scripted,
     Shaky,
     factories,
+    sampled,
 )
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
-from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
+from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Pipe, State
 from rollpipe.pipes.data.fragment import Final, TickSource
 from rollpipe.pipes.data.nested import leaves
 from rollpipe.pipes.envs.batch import Rows
-from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
+from rollpipe.pipes.fragments import Destination, FragmentBuilder
 
 fast = settings(deadline=None, max_examples=25)
 
@@ -104,89 +106,6 @@ def test_equals_the_naive_engine(world, plans, n_steps):
         )
 
 
-@pytest.mark.parametrize("n_steps", [3, 4, 6, 7, 12])
-def test_episode_ends_on_the_border_of_a_fragment(n_steps):
-    "Episodes of 3 (terminated), 3 (truncated), 6 (both) steps; borders fall on ends, before them and behind them."
-    plan = [(3, "term"), (3, "trunc"), (6, "both")]
-    ends = {3: True, 6: False, 12: True}  # steps of a period -> is it a termination
-    fragments = collect(lambda: Counting(plan), Memory(), n_steps, 5)
-    for seq, f in enumerate(fragments):
-        steps = seq * n_steps + np.arange(n_steps + 1)
-        fin = [s == 0 or (s - 1) % 12 + 1 in ends for s in steps]
-        assert f.state.fin[:, 0].tolist() == fin
-        assert f.term[:, 0].tolist() == [s > 0 and ends.get((s - 1) % 12 + 1, False) for s in steps]
-        assert f.final.t.tolist() == [t for t in range(n_steps) if (steps[t + 1] - 1) % 12 + 1 == 6]
-        assert f.final.b.tolist() == [0] * len(f.final.t)
-        assert all(
-            row.tolist() == [0, row[1], 3, row[3]] for row in f.final.obs
-        )  # step 3: the true last observation
-        assert (f.state.stepno[f.state.fin] == 0).all() and (
-            f.state.obs[..., 2][f.state.fin] == 0
-        ).all()
-
-
-def test_a_timeline_by_hand():
-    "Two episodes of 2 steps: the first is cut off, the second ends by itself."
-
-    class Echo(Plain):
-        def forward(self, obs, act, rew, fin, **context):
-            super().forward(obs, act, rew, fin, **context)
-            return (
-                (stepno := context["stepno"]) + 1,
-                (),
-                {"at": stepno * 10, "virtual": torch.full(fin.shape, context["virtual"])},
-            )
-
-    first, second = collect(lambda: Counting([(2, "trunc"), (2, "term")]), Echo(), 3, 2)
-    assert first.state.stepno[:, 0].tolist() == [0, 1, 0, 1]
-    assert first.state.obs[:, 0].tolist() == [
-        [0, 0, 0, 0],
-        [0, 0, 1, 1],
-        [0, 1, 0, 2],
-        [0, 1, 1, 1],
-    ]
-    assert first.state.act[1:, 0].tolist() == [1, 2, 1]  # act[t+1] was taken at row t
-    assert torch.equal(first.state.rew[1:, 0], torch.tensor([1.1, 2.2, 101.1]))
-    assert first.state.fin[:, 0].tolist() == [True, False, True, False] and not first.term.any()
-    assert first.actor["at"][:, 0].tolist() == [0, 10, 0, 10]
-    assert first.actor["virtual"][:, 0].tolist() == [False, False, False, True]
-    assert first.env["count"][:, 0].tolist() == [1, 2, 1]
-    assert first.final.t.tolist() == [1] and first.final.obs.tolist() == [[0, 0, 2, 2]]
-    assert first.final.actor["at"].tolist() == [20] and first.final.actor["virtual"].tolist() == [
-        True
-    ]
-    assert second.state.stepno[:, 0].tolist() == [1, 0, 1, 0]
-    assert second.state.fin[:, 0].tolist() == [False, True, False, True]
-    assert second.term[:, 0].tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]  # the third episode is cut off again
-    assert second.final.t.tolist() == [2]
-
-
-def test_row_0_continues_row_T():
-    "State, episode ends and recurrent state carry over; only the reaction is made anew."
-    for source, actor in (
-        (lambda: Counting([(4, "trunc"), (3, "term")]), Memory()),
-        (Lively, GaussianPolicy.for_env(Lively)),
-    ):
-        before = None
-        for f in collect(source, actor, 5, 6, 2, seed=1):
-            if before is not None:
-                assert_same(
-                    apply(lambda x: x[0], (f.state, f.term)),
-                    apply(lambda x: x[-1], (before.state, before.term)),
-                )
-                report = apply(lambda x: x[0], f.actor)
-                ahead = apply(lambda x: x[-1], before.actor)
-                for info in (report, ahead):
-                    info.pop("virtual", None), info.pop("logp", None)  # what was drawn differs
-                assert_same(report, ahead)
-            before = f
-
-
 @pytest.mark.parametrize("world", ["counting", "gaussian", "categorical", "global"])
 def test_cutting_the_stream_differently_changes_nothing(world):
     "10 fragments of 1 step and 1 of 10: the look-ahead is not acted on, advances no memory and spends no random number."
@@ -215,28 +134,6 @@ def test_cutting_the_stream_differently_changes_nothing(world):
     assert_same(pieces[0].hx, whole.hx)
 
 
-def test_final_reaction_has_the_memory_of_that_moment():
-    "Neither the state before the last step nor the one that begins the next episode."
-    [f] = collect(lambda: Counting([(3, "trunc")]), Memory(), 7, 1)
-    memory = f.actor["memory"][:, 0]
-    assert (
-        f.final.t.tolist() == [2, 5] and memory[0] == memory[3] == 8
-    )  # 7 + 1, where an episode begins
-    assert memory[:4].tolist() == [8, 10, 14, 8]
-    # sum 7, n 1 -> sees 0: 8, 2 -> sees 1: 11, 3 -> sees 2: 16, 4
-    assert f.final.actor["memory"][0] == 16 + 4
-    assert f.final.actor["seen"][0].tolist() == [3, 3]  # stepno of the true last row
-    assert f.final.actor["seen"][2].tolist() == [False, False]  # to the actor it goes on
-
-
-def test_both_ends_at_once_count_as_terminated():
-    [f] = collect(lambda: Counting([(2, "both")]), Plain(), 6, 1)
-    assert (
-        f.state.fin[1:, 0].tolist() == f.term[1:, 0].tolist() == [False, True] * 3
-        and len(f.final.t) == 0
-    )
-
-
 def test_empty_final_has_the_structure_of_a_full_one():
     "K = 0 rows join with K > 0 rows."
     [none], [some] = (
@@ -246,28 +143,6 @@ def test_empty_final_has_the_structure_of_a_full_one():
     shapes = lambda final: [(path, x.dtype, x.shape[1:]) for path, x in flatten(final)]
     assert len(none.final.t) == 0 and len(some.final.t) == 2
     assert shapes(none.final) == shapes(some.final)
-
-
-def test_infos_that_are_not_numeric_are_left_out():
-    [f] = collect(Counting, Plain(), 2, 1)
-    assert sorted(f.env) == ["count", "parts"] and f.env["parts"]["at"].shape == (2, 1, 2)
-    [f] = collect(Counting, Plain(), 2, 1, info_keys=["count"])
-    assert sorted(f.env) == ["count"]
-    [f] = collect(Counting, Plain(), 2, 1, info_keys=[])
-    assert f.env == {}
-
-
-def test_nothing_handed_out_is_overwritten():
-    for source, actor in (
-        (lambda: Nested([(2, "trunc"), (3, "term")]), NestedMemory()),
-        (Lively, GaussianPolicy.for_env(Lively)),
-    ):
-        kept = [
-            (f, snapshot(f))
-            for f in islice(FragmentCollector(EnvStepper(source, actor, 2, seed=0), 3), 6)
-        ]
-        for fragment, as_received in kept:
-            assert_same(fragment, as_received)
 
 
 def test_fragments_share_no_memory():
@@ -287,22 +162,22 @@ def test_fragments_share_no_memory():
         assert_same(a, b)
 
 
-class Toolbox(Noted):
-    "Random observations for a nested action space."
+def by_chance(env):
+    "One step of eight terminates the episode, and another one truncates it."
+    draw = env.np_random.integers(8)
+    return bool(draw == 0), bool(draw == 1)
 
-    observation_space = Dict(x=Box(-1, 1, (3,)), kind=Discrete(4))
-    action_space = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)), Discrete(2))))
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(int(self.np_random.integers(99)))
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        clipped = {**action, "steer": (np.clip(action["steer"][0], -2, 2), *action["steer"][1:])}
-        assert self.action_space.contains(clipped), action
-        end = int(self.np_random.integers(8))
-        return self.observation_space.sample(), 0.0, end == 0, end == 1, {}
+Toolbox = partial(  # random observations for actions in containers
+    Scripted,
+    observation_space=Dict(x=Box(-1, 1, (3,)), kind=Discrete(4)),
+    action_space=Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)), Discrete(2)))),
+    see=sampled,
+    pay=0.0,
+    ends=by_chance,
+    tell={},
+    tell_first={},
+)
 
 
 @pytest.mark.parametrize(
@@ -326,23 +201,6 @@ def test_replay(env, policy):
             torch.testing.assert_close(x, y)
         torch.testing.assert_close(logp, f.actor["logp"][:-1], rtol=1e-4, atol=1e-5)
         assert f.actor["logp"].shape == s.rew.shape and not logp.requires_grad
-
-
-def test_replay_with_memory():
-    "From `hx` at row 0 and the recorded states a recurrent actor retraces its own steps."
-    actor = Memory()
-    for f in collect(lambda: Counting([(4, "trunc"), (3, "both"), (2, "term")]), actor, 5, 4, 2):
-        hx = f.hx
-        for t in range(5):
-            for b in range(2):
-                if t and f.state.fin[t, b]:
-                    hx = actor.reset(hx, b)
-            act, hx, info = actor.step(
-                *apply(lambda x, t=t: x[t : t + 1], tuple(f.state)), hx=hx, virtual=False
-            )
-            assert torch.equal(act[0], f.state.act[t + 1]) and torch.equal(
-                info["memory"][0], f.actor["memory"][t]
-            )
 
 
 class Tuned(Actor):
@@ -397,15 +255,6 @@ def test_a_source_that_ends_gives_a_shorter_last_fragment():
     pipe = FragmentCollector(Limit(EnvStepper(Counting, Plain()), 7), 3)
     assert [f.n_steps for f in pipe] == [3, 3, 1]
     assert [f.state.rew.shape for f in pipe] == [(4, 1), (4, 1), (2, 1)]
-
-
-def test_lane_seq_and_version_are_told_per_environment():
-    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 3), 2), 2, seed=0)
-    told = [(f.lane.tolist(), f.seq.tolist(), f.version.tolist()) for f in islice(pipe, 5)]
-    assert told == [
-        ([lane] * 3, [seq] * 3, [0] * 3) for lane, seq in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))
-    ]
-    assert all(x.dtype is torch.int64 for f in islice(pipe, 1) for x in (f.lane, f.seq, f.version))
 
 
 def test_action_dtype_is_the_same_in_every_fragment():
@@ -484,38 +333,34 @@ def test_rows(data):
     assert np.array_equal(rows.term[:n], taken.fin)
 
 
-def test_a_dtype_that_changes_within_a_fragment_is_refused():
-    "Fractions are not cut off silently; another precision is cast to that of the first step."
-    with pytest.raises(
-        DataError,
-        match="FragmentCollector, lane 0: the dtype changes within a fragment. Expected int64, got float",
-    ):
-        changed(lambda k, obs: obs.astype(int) if k < 2 else obs + 0.5)
-    cast = changed(lambda k, obs: obs.astype("f8" if k % 2 else "f4"))
-    assert cast.state.obs.dtype == torch.float32 and torch.equal(
-        cast.state.obs, changed(lambda k, obs: obs).state.obs
-    )
+def test_another_precision_is_that_of_the_first_step():
+    cast = changed(lambda k, obs: obs.astype("f8" if k % 2 else "f4")).state.obs
+    assert cast.dtype == torch.float32
+    assert torch.equal(cast, changed(lambda k, obs: obs).state.obs)
 
 
-def test_a_shape_that_changes_within_a_fragment_is_refused():
-    "Nothing is repeated so that it fits."
-    with pytest.raises(
-        DataError,
-        match="FragmentCollector, lane 0: the shape changes .* Expected .2, 4., got float32 .2, 1.",
-    ):
-        changed(lambda k, obs: obs if k < 2 else obs[:, :1])
-    with pytest.raises(DataError, match="the shape changes within a fragment"):
-        changed(lambda k, obs: obs if k < 3 else obs.T)
-    with pytest.raises(DataError, match="the shape changes .* got .'a': float32"):
-        changed(lambda k, obs: obs if k < 3 else {"a": obs})
+CHANGES = [  # what is seen at step k -> message; fractions are not cut off, and nothing is repeated so that it fits
+    (
+        lambda k, obs: obs.astype(int) if k < 2 else obs + 0.5,
+        "the dtype changes within a fragment. Expected int64, got float",
+    ),
+    (
+        lambda k, obs: obs if k < 2 else obs[:, :1],
+        "the shape changes .* Expected .2, 4., got float32 .2, 1.",
+    ),
+    (lambda k, obs: obs if k < 3 else obs.T, "the shape changes within a fragment"),
+    (lambda k, obs: obs if k < 3 else {"a": obs}, "the shape changes .* got .'a': float32"),
+    (
+        lambda k, obs: {"a": obs} if k else {"b": obs},
+        "the structure changes within a fragment",
+    ),
+]
 
 
-def test_a_structure_that_changes_within_a_fragment_is_refused():
-    "Containers of another type that fit are taken."
-    with pytest.raises(
-        DataError, match="FragmentCollector, lane 0: the structure changes within a fragment"
-    ):
-        changed(lambda k, obs: {"a": obs} if k else {"b": obs})
+@pytest.mark.parametrize("change, text", CHANGES)
+def test_observations_that_change_their_form_are_refused(change, text):
+    with pytest.raises(DataError, match=f"FragmentCollector, lane 0: {text}"):
+        changed(change)
 
 
 def test_many_steps(monkeypatch):
@@ -752,30 +597,6 @@ def test_a_fragment_that_nobody_has_is_gone(source, kind, kwargs):
         gc.collect()
         assert len(made) == 5 and not any(x() is not None for x in made)
         made.clear()
-
-
-def test_an_info_that_becomes_wider_or_narrower():
-    "Nothing of it is lost."
-    rows = [{"x": np.array(x)} for x in ([1.5, 2], [3, 4], [True, False])]
-    assert stack_rows(rows)["x"].tolist() == [[1.5, 2.0], [3.0, 4.0], [1.0, 0.0]]
-    assert stack_rows(rows[::-1])["x"].tolist() == [[1.0, 0.0], [3.0, 4.0], [1.5, 2.0]]
-
-
-@pytest.mark.parametrize(
-    "source, kwargs",
-    [(Counting, {}), (Nested, {}), ("CartPole-v1", dict(vector="sync")), (Lively, dict(sticky=4))],
-)
-def test_where_observations_are_made_changes_nothing(source, kwargs, monkeypatch):
-    "Also if the memory of a fragment has to grow."
-    actor = MLPPolicy.for_env(source, seed=0)
-    made = [snapshot(f) for f in collect(source, actor, 8, 4, 3, seed=1, **kwargs)]
-    for at_once in (3, 2**14):
-        monkeypatch.setattr(FragmentBuilder, "AT_ONCE", at_once)
-        copied = islice(
-            FragmentCollector(Passing(EnvStepper(source, actor, 3, seed=1, **kwargs)), 8), 4
-        )
-        for f, g in zip(made, copied, strict=True):
-            assert_same(f, snapshot(g))
 
 
 def test_a_vector_environment_is_copied_into_the_fragment():

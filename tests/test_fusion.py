@@ -1,11 +1,13 @@
 """A collector that lets its source write into the fragment yields what it makes of ticks, bit for bit, and fails as with ticks."""
 
+import importlib.util
 import logging
-import pickle
+import re
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
+from itertools import islice, product
+from typing import NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -18,16 +20,14 @@ from hypothesis import strategies as st
 from random_fragments import episodes
 from reference import assert_same, snapshot
 from test_vector import PLANS, Vectorised
-from toys import WORLDS, Counting, Lively, Memory, Nested, Plain, Shaky, factories
+from toys import WORLDS, Acts, Counting, Lively, Memory, Nested, Plain, Scripted, Shaky, factories
 
-from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
+from rollpipe.layers import Actor, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     EnvStepper,
     FragmentCollector,
     Lanes,
     Pipe,
-    ProcessReading,
-    copy_graph,
     find_one,
     insert_after,
     insert_before,
@@ -39,10 +39,10 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.nested import leaves
+from rollpipe.pipes.envs.infos import SingleInfos
 from rollpipe.pipes.envs.single import EnvBatch
 from rollpipe.pipes.fragments import Destination, FragmentBuilder
 from rollpipe.pipes.graph.modules import bump_version
-from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=25)
 
@@ -58,10 +58,6 @@ class Passing(Pipe):
 
 def ticked(pipe):
     return insert_after(pipe, EnvStepper, Passing)
-
-
-def directly(pipe):
-    return pipe
 
 
 def n_ticks(pipe, n=3):
@@ -82,10 +78,45 @@ def first(pipe, n=4):
     return [snapshot(x) for x in islice(pipe, n)]
 
 
-def assert_same_streams(make, n=4):
-    "`make()` makes a graph; its stream, and that of the graph in which ticks pass through a pipe."
-    for a, b in zip(first(ticked(make()), n), first(make(), n), strict=True):
+def outcome(pipe, n=4, learns=False):
+    "The first items of a pipe, what the log says meanwhile, and the error that ends it."
+    SingleInfos.logged.clear()  # so that each stream says again what it leaves out
+    items = []
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("rollpipe").addHandler(handler)
+    error = ()
+    try:
+        for k, item in enumerate(islice(pipe, n)):
+            items.append(snapshot(item))
+            if learns:
+                learn(find_one(pipe, EnvStepper).actor, item, k)
+    except BaseException as e:
+        error = type(e).__name__, str(e), repr(e.__cause__), repr(e.__context__)
+    finally:
+        logging.getLogger("rollpipe").removeHandler(handler)
+    return items, messages, error
+
+
+def learn(actor, item, k):
+    "Other weights, often another version, and another normaliser."
+    with torch.no_grad():
+        for p in actor.parameters():
+            p += 0.01 * k
+    if k % 3:
+        bump_version(actor)
+    actor.observe(item.state.obs)
+
+
+def assert_same_outcome(make, **options):
+    "`make()` makes a graph; what comes of it, and of the graph in which ticks pass through a pipe, is the same. Returns it."
+    expected = outcome(ticked(make()), **options)
+    found = outcome(make(), **options)
+    assert found[1:] == expected[1:]
+    for a, b in zip(expected[0], found[0], strict=True):
         assert_same(a, b)
+    return found
 
 
 # --- the stream
@@ -98,29 +129,19 @@ def assert_same_streams(make, n=4):
     plans=st.lists(episodes, min_size=1, max_size=3),
     n_steps=st.integers(1, 7),
     terminal_obs=st.booleans(),
+    sticky=st.sampled_from([None, 1, 2, 5]),
 )
 def test_a_source_that_writes_into_the_fragment_yields_the_same(
-    world, plans, n_steps, terminal_obs
+    world, plans, n_steps, terminal_obs, sticky
 ):
+    "Also of environments that rest."
     env, actor = WORLDS[world]
-    assert_same_streams(
-        lambda: FragmentCollector(
-            EnvStepper(factories(env, plans), actor(), terminal_obs=terminal_obs), n_steps
-        )
+    options = dict(terminal_obs=terminal_obs, sticky=sticky)
+    n_steps *= sticky or 1
+    *_, error = assert_same_outcome(
+        lambda: FragmentCollector(EnvStepper(factories(env, plans), actor(), **options), n_steps)
     )
-
-
-@pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
-@pytest.mark.parametrize("kind", [MLPPolicy, RecurrentPolicy])
-def test_a_long_fragment(engine, kind):
-    "It is made part by part."
-    actor = kind.for_env(Counting, seed=0)
-    envs = [Counting, partial(Counting, [(7, "trunc"), (99, "both")])]
-
-    def make():
-        return FragmentCollector(EnvStepper(envs, actor, seed=0, engine=engine), 400)
-
-    assert_same(*(snapshot(next(iter(pipe))) for pipe in (ticked(make()), make())))
+    assert not error
 
 
 def test_a_fragment_that_is_too_long_for_the_memory():
@@ -132,97 +153,6 @@ def test_a_fragment_that_is_too_long_for_the_memory():
         match=r"leaf n_steps: a fragment takes more memory than there is. Expected fewer steps, got 10+ of them",
     ):
         next(iter(pipe))
-
-
-@fast
-@given(
-    plans=st.lists(episodes, min_size=1, max_size=3),
-    sticky=st.integers(1, 5),
-    periods=st.integers(1, 2),
-)
-def test_with_environments_that_rest(plans, sticky, periods):
-    assert_same_streams(
-        lambda: FragmentCollector(
-            EnvStepper(factories(Counting, plans), Memory(), sticky=sticky), sticky * periods
-        )
-    )
-
-
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("terminal_obs", [False, True])
-def test_with_vector_environments(mode, terminal_obs):
-    def make():
-        return FragmentCollector(
-            EnvStepper(partial(Vectorised, PLANS, mode), Memory(), terminal_obs=terminal_obs), 5
-        )
-
-    assert_same_streams(make, 5)
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        (MLPPolicy, {}),
-        (RecurrentPolicy, {}),
-        (RecurrentPolicy, dict(cell="lstm", past=True, report=True)),
-    ],
-)
-@pytest.mark.parametrize(
-    "source, kwargs",
-    [
-        ("CartPole-v1", dict(env_kwargs=dict(max_episode_steps=13))),
-        (Lively, {}),
-        (Lively, dict(sticky=16)),
-        (Lively, dict(explore=False)),
-        ("CartPole-v1", dict(vector="sync")),
-        ("Pendulum-v1", dict(device="cpu")),
-    ],
-)
-def test_with_networks_whose_weights_change(kind, options, source, kwargs):
-    "Versions, noise and the normaliser, too."
-    assert_same_while_it_learns(kind, options, source, 32, 6, **kwargs)
-
-
-def assert_same_while_it_learns(kind, options, source, n_steps, n_items, **kwargs):
-    streams = []
-    for direct in (False, True):
-        actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
-        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), n_steps)
-        items = iter(pipe if direct else ticked(pipe))
-        found = []
-        for k in range(n_items):
-            found.append(snapshot(fragment := next(items)))
-            with torch.no_grad():
-                for p in actor.parameters():
-                    p += 0.01 * k
-            if k % 3:
-                bump_version(actor)
-            actor.observe(fragment.state.obs)
-        streams.append(found)
-    for a, b in zip(*streams, strict=True):
-        assert_same(a, b)
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "kind, options", [(MLPPolicy, {}), (RecurrentPolicy, dict(cell="lstm", past=True, report=True))]
-)
-@pytest.mark.parametrize(
-    "source, kwargs, n_steps",
-    [
-        ("CartPole-v1", dict(env_kwargs=dict(max_episode_steps=13)), 150),
-        (Lively, dict(terminal_obs=True), 150),
-        (Lively, dict(sticky=2), 32),
-        (Lively, dict(explore=False), 32),
-        (Nested, {}, 32),
-        ("CartPole-v1", dict(vector="sync"), 32),
-    ],
-)
-def test_with_another_engine(kind, options, source, kwargs, n_steps):
-    "An engine gives the same numbers for many steps at once as step by step, within its memory for 128 steps and over its end."
-    pytest.importorskip("onnxruntime")
-    assert_same_while_it_learns(kind, options, source, n_steps, 3, engine="onnxruntime", **kwargs)
 
 
 class Changing(MLPPolicy):
@@ -283,67 +213,17 @@ class Own(Counting):
         return obs, rew, term, trunc, info
 
 
-@pytest.mark.parametrize("info_keys", [None, ["n", "late"], []])
-def test_infos_that_appear_later_and_memory_that_is_used_again(info_keys, caplog):
-    told = []
-    for change in (ticked, directly):
-        caplog.clear()
-        told.append(
-            (
-                first(
-                    change(
-                        Lanes(
-                            FragmentCollector(
-                                EnvStepper([Own] * 2, Plain(), info_keys=info_keys), 4
-                            ),
-                            2,
-                            seed=len(told) + 90,
-                        )
-                    ),
-                    12,
-                ),
-                list(caplog.messages),
-            )
-        )
-    (a, said), (b, same) = told
-    for x, y in zip(a, b, strict=True):
-        assert_same(x, y)
-    assert said == same
+KINDS_OF_REWARDS = 1, 2.5, np.float32(0.1), True, np.int64(2**60 + 1), np.array(3), 2**60 + 1
 
 
-class Draws(Counting):
-    "Reads the global generators of torch and numpy, and asks whether torch computes gradients."
-
-    def step(self, action):
-        obs, rew, *rest = super().step(action)
-        assert torch.is_grad_enabled(), "torch.no_grad leaks into the environment"
-        return obs, rew + torch.rand(()).item() + np.random.random(), *rest
+def one_of_several(env):
+    return KINDS_OF_REWARDS[(env.episode + env.count) % 7]
 
 
-@pytest.mark.parametrize("make", [lambda: (Draws, Plain()), lambda: (Lively, Shaky())])
-def test_global_generators_and_gradients(make):
-    assert_same_streams(lambda: Lanes(FragmentCollector(EnvStepper(*make(), 2), 5), 3, seed=0), 9)
-
-
-class Reward(Counting):
-    "Its rewards are of several kinds."
-
-    kinds = (1, 2.5, np.float32(0.1), True, np.int64(2**60 + 1), np.array(3), 2**60 + 1)
-
-    def step(self, action):
-        obs, _, *rest = super().step(action)
-        return obs, self.kinds[(self.episode + self.count) % 7], *rest
-
-
-def test_rewards_of_several_kinds():
-    envs = [Reward, partial(Reward, [(2, "both")])]
-    assert_same_streams(lambda: FragmentCollector(EnvStepper(envs, Plain()), 9))
-    pytest.importorskip("onnxruntime")
-    assert_same_streams(
-        lambda: FragmentCollector(
-            EnvStepper(envs, MLPPolicy.for_env(Reward, seed=0), seed=0, engine="onnxruntime"), 9
-        )
-    )
+def drawn(env):
+    "From the global generators of torch and numpy."
+    assert torch.is_grad_enabled(), "torch.no_grad leaks into the environment"
+    return torch.rand(()).item() + np.random.random()
 
 
 class Mirror(Actor):
@@ -386,8 +266,8 @@ def test_memory_that_is_used_again_by_its_reader(shape):
             return super().forward(obs.reshape(*fin.shape, 3, -1)[..., 0], act, rew, fin, **context)
 
     streams = []
-    for change in (ticked, directly):
-        pipe = change(FragmentCollector(EnvStepper(Large, Sees(), 2, seed=0), 6))
+    make = partial(FragmentCollector, EnvStepper(Large, Sees(), 2, seed=0), 6)
+    for pipe in (ticked(make()), make()):
         destination = Reused()
         found = []
         for fragment in islice(pipe.into(destination), 5):
@@ -400,95 +280,7 @@ def test_memory_that_is_used_again_by_its_reader(shape):
         assert_same(a, b)
 
 
-# --- where it runs
-
-
-def joined(n_workers=None, **kwargs):
-    actor = MLPPolicy.for_env("CartPole-v1", seed=0)
-    pipe = on_policy(
-        "CartPole-v1",
-        actor,
-        Critic.for_env("CartPole-v1", seed=0),
-        n_envs=2,
-        n_steps=40,
-        lanes=4,
-        seed=3,
-        **kwargs,
-    )
-    if n_workers is None:
-        return first(pipe, 3)
-    with DataLoader2(pipe, reading_service=ProcessReading(n_workers)) as loader:
-        return first(loader, 3)
-
-
-@pytest.mark.parametrize("n_workers", [None, 0, 1, 2])
-def test_the_same_with_any_number_of_workers(n_workers):
-    for a, b in zip(joined(optimize=False, edits=[ticked]), joined(n_workers), strict=True):
-        assert_same(a, b)
-
-
-def test_loans_serve_one_iteration():
-    env = gym.make("CartPole-v1")
-    pipe = FragmentCollector(EnvStepper(env, MLPPolicy.for_env(env), seed=0), 3)
-    one = iter(pipe)
-    next(one)
-    two = iter(copy_graph(pipe))
-    next(two)
-    with pytest.raises(Exception, match="has since been lent to another iteration"):
-        next(one)
-    env.close()
-
-
-def test_it_can_be_pickled_and_copied():
-    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 2), 4), 2, seed=0)
-    for copy in (pickle.loads(pickle.dumps(pipe)), copy_graph(pipe)):
-        assert n_ticks(copy) == 6
-    for a, b in zip(first(pipe), first(pickle.loads(pickle.dumps(pipe))), strict=True):
-        assert_same(a, b)
-
-
-# --- faults
-
-
-def told(harm, place, at, change):
-    "What a pipeline says that is harmed."
-    found = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
-    logging.getLogger("rollpipe").addHandler(handler)
-    try:
-        found += [
-            type(x).__name__ for x in islice(change(pipeline(Fault(HARMS[harm], place, at))), 6)
-        ]
-    except BaseException as e:
-        found += [type(e).__name__, str(e), repr(e.__cause__), repr(e.__context__)]
-    finally:
-        logging.getLogger("rollpipe").removeHandler(handler)
-    return found
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "place",
-    [
-        "factory",
-        "step",
-        "reset",
-        "actor",
-        "actor reset",
-        "actor complete",
-        "vector step",
-        "vector reset",
-    ],
-)
-def test_faults_are_told_in_the_same_words(place):
-    harms = sorted(
-        {row.harm for row in ROWS if row.place == place and row.here and not row.options}
-    )
-    assert harms
-    for harm in harms:
-        for at in (3, 10):
-            assert told(harm, place, at, ticked) == told(harm, place, at, directly), (harm, at)
+# --- many cases of one law
 
 
 class Harmed(Vectorised):
@@ -509,33 +301,6 @@ class Harmed(Vectorised):
         if self.n == self.at and self.leaf == "rew":
             rew[1] = self.value
         return obs, rew, *rest
-
-
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize(
-    "leaf, value", [("obs", np.nan), ("obs", np.inf), ("rew", np.nan), ("rew", -np.inf)]
-)
-def test_numbers_of_a_vector_that_are_not_finite(mode, leaf, value):
-    "Wherever it happens, also where an environment begins anew, the fragment is not yielded, and the message is that of the ticks."
-    for at in (1, 3, 4, 5, 9, 10):
-        texts = []
-        counts = []
-        for change in (ticked, directly):
-            items = iter(
-                change(
-                    FragmentCollector(
-                        EnvStepper(partial(Harmed, mode, leaf, at, value), Plain(), seed=0), 5
-                    )
-                )
-            )
-            counts.append(0)
-            with pytest.raises(Exception, match=f"environment 1 .*leaf {leaf}.*non-finite") as e:
-                for _ in items:
-                    counts[-1] += 1
-            texts.append(str(e.value))
-        assert texts[0] == texts[1]
-        assert counts == [(at - 1) // 5] * 2
-        assert str(value) in texts[0]
 
 
 class Spoilt(Counting):
@@ -564,118 +329,252 @@ class Spoilt(Counting):
         return obs, rew, term, trunc, info
 
 
-@pytest.mark.parametrize("then", ["nothing", "raises", "reward", "info", "end"])
-@pytest.mark.parametrize("at", [1, 4, 9])
-def test_the_first_fault_is_told_and_nothing_that_is_not_finite_leaves(then, at):
-    class Careful(Plain):
-        def forward(self, obs, *args, **kwargs):
-            if obs.isnan().any():
-                raise ValueError("the actor has seen it")
-            return super().forward(obs.nan_to_num(), *args, **kwargs)
+class Careful(Plain):
+    "Fails if it is shown what is no number."
 
-    for actor in (Plain, Careful):
-        texts = []
-        counts = []
-        for change in (ticked, directly):
-            items = iter(
-                change(
-                    FragmentCollector(
-                        EnvStepper([partial(Spoilt, 99, then), partial(Spoilt, at, then)], actor()),
-                        4,
-                    )
-                )
-            )
-            counts.append(0)
-            with pytest.raises(Exception) as e:
-                for fragment in items:
-                    counts[-1] += 1
-                    assert all(x.isfinite().all() for x in leaves(fragment.state))
-            texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
-        assert texts[0] == texts[1] and counts[0] == counts[1]
-        assert "non-finite" in texts[0][1]
+    def forward(self, obs, *args, **kwargs):
+        if obs.isnan().any():
+            raise ValueError("the actor has seen it")
+        return super().forward(obs.nan_to_num(), *args, **kwargs)
 
 
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("then", ["nothing", "raises", "reward", "info", "end"])
-@pytest.mark.parametrize("at", [1, 4, 9, 200])
-def test_the_first_fault_with_another_engine(then, at):
-    pytest.importorskip("onnxruntime")
-    texts = []
-    for change in (ticked, directly):
-        actor = MLPPolicy.for_env(Counting, seed=0)
-        stepper = EnvStepper(
-            [partial(Spoilt, 999, then), partial(Spoilt, at, then)],
-            actor,
+def beyond(end):
+    "It counts beyond its space, and is cut off after `end` steps."
+    return Scripted(
+        [(end, "trunc")],
+        observation_space=Dict(n=Discrete(5)),
+        action_space=Discrete(2),
+        see=lambda env: {"n": env.count},
+        tell={},
+    )
+
+
+def fickle(at):
+    "An actor, the dtype of whose action changes at call `at`."
+    calls = []
+
+    def act(x):
+        calls.extend([1] * (not x.virtual))
+        zeros = torch.zeros(*x.fin.shape, 2)
+        return zeros.double() if len(calls) >= at else zeros
+
+    return Acts(act)
+
+
+class Still(EnvBatch):
+    "Does nothing, whatever the actor chooses."
+
+    def actions(self, array):
+        return super().actions(array * 0)
+
+
+class StillStepper(EnvStepper):
+    "Its batch has its own way of actions."
+
+    fusible = True
+
+    def make_envs(self, *args, **kwargs):
+        envs = super().make_envs(*args, **kwargs)
+        envs.__class__ = Still
+        return envs
+
+
+class Case(NamedTuple):
+    "A graph of which ticks and fragments must tell the same."
+
+    make: Callable
+    n: int = 4  # items
+    error: str = ""  # what its error says; "": there is none
+    learns: bool = False  # its actor changes after each item
+
+
+def fragments(source, actor, n_envs=None, *, n_steps=5, kind=EnvStepper, **options):
+    return FragmentCollector(kind(source, actor, n_envs, **options), n_steps)
+
+
+def networks(kind, source, n_steps=32, env_kwargs=None, options=(), **more):
+    "A network of this kind that collects, always an equal one."
+    actor = kind.for_env(source, env_kwargs=env_kwargs, seed=0, **dict(options))
+    return fragments(source, actor, 3, n_steps=n_steps, seed=1, env_kwargs=env_kwargs, **more)
+
+
+LSTM = dict(cell="lstm", past=True, report=True).items()
+KINDS = [(MLPPolicy, ()), (RecurrentPolicy, ()), (RecurrentPolicy, LSTM)]
+TIMED = dict(max_episode_steps=13)
+LEARNING = {  # source and options of the stepper
+    "cart": ("CartPole-v1", dict(env_kwargs=TIMED)),
+    "lively": (Lively, {}),
+    "resting": (Lively, dict(sticky=16)),
+    "the mode": (Lively, dict(explore=False)),
+    "vector": ("CartPole-v1", dict(vector="sync")),
+    "device": ("Pendulum-v1", dict(device="cpu")),
+}
+BY_ENGINE = {  # the same, with another engine: longer than its memory for 128 steps, too
+    "cart": ("CartPole-v1", dict(env_kwargs=TIMED, n_steps=150)),
+    "last observations": (Lively, dict(terminal_obs=True, n_steps=150)),
+    "resting": (Lively, dict(sticky=2)),
+    "the mode": (Lively, dict(explore=False)),
+    "containers": (Nested, {}),
+    "vector": ("CartPole-v1", dict(vector="sync")),
+}
+CASES = {
+    f"networks, {name}, {k}": Case(
+        partial(networks, kind, source, options=more, **options), 6, learns=True
+    )
+    for name, (source, options) in LEARNING.items()
+    for k, (kind, more) in enumerate(KINDS)
+}
+CASES |= {
+    f"engine, {name}, {k}": Case(
+        partial(networks, kind, source, options=more, engine="onnxruntime", **options),
+        3,
+        learns=True,
+    )
+    for name, (source, options) in BY_ENGINE.items()
+    for k, (kind, more) in enumerate(KINDS[::2])
+}
+CASES |= {
+    f"vector, {mode.name}, {terminal_obs}": Case(
+        partial(fragments, partial(Vectorised, PLANS, mode), Memory(), terminal_obs=terminal_obs),
+        5,
+    )
+    for mode, terminal_obs in product(AutoresetMode, (False, True))
+}
+CASES |= {
+    f"infos, {keys}": Case(
+        lambda keys=keys: Lanes(fragments([Own] * 2, Plain(), n_steps=4, info_keys=keys), 2, 90), 12
+    )
+    for keys in (None, ("n", "late"), ())
+}
+REWARDS = [
+    partial(Scripted, pay=one_of_several),
+    partial(Scripted, [(2, "both")], pay=one_of_several),
+]
+LONG = [Counting, partial(Counting, [(7, "trunc"), (99, "both")])]
+CASES |= {
+    "a long fragment": Case(
+        lambda: fragments(LONG, RecurrentPolicy.for_env(Counting, seed=0), n_steps=400, seed=0), 1
+    ),
+    "a long fragment, engine": Case(
+        lambda: fragments(
+            LONG,
+            RecurrentPolicy.for_env(Counting, seed=0),
+            n_steps=400,
+            seed=0,
+            engine="onnxruntime",
+        ),
+        1,
+    ),
+    "global generators": Case(
+        lambda: Lanes(fragments(partial(Scripted, pay=drawn), Plain(), 2), 3, seed=0), 9
+    ),
+    "an actor of torch's generator": Case(lambda: Lanes(fragments(Lively, Shaky(), 2), 3, 0), 9),
+    "rewards of several kinds": Case(lambda: fragments(REWARDS, Plain(), n_steps=9)),
+    "rewards, engine": Case(
+        lambda: fragments(
+            REWARDS, MLPPolicy.for_env(Counting, seed=0), n_steps=9, seed=0, engine="onnxruntime"
+        )
+    ),
+    "a dtype that changes at once": Case(lambda: fragments(Lively, fickle(1), n_steps=4, seed=0)),
+    "a dtype that changes": Case(lambda: fragments(Lively, fickle(3), n_steps=4, seed=0)),
+    "a batch with its own actions": Case(
+        lambda: fragments(Counting, Plain(), 2, kind=StillStepper)
+    ),
+    "a range, end": Case(
+        lambda: fragments(partial(beyond, 5), Acts(), n_steps=8), 1, "out of range"
+    ),
+    "a range": Case(lambda: fragments(partial(beyond, 99), Acts(), n_steps=8), 1, "out of range"),
+}
+CASES |= {
+    f"harmed, {value} as {leaf} at {at}, {mode.name}": Case(
+        partial(fragments, partial(Harmed, mode, leaf, at, value), Plain(), seed=0),
+        9,
+        f"environment 1 .*leaf {leaf}.*non-finite.*{value}",
+    )
+    for mode in AutoresetMode
+    for leaf, value in (("obs", np.nan), ("obs", np.inf), ("rew", np.nan), ("rew", -np.inf))
+    for at in (1, 3, 4, 5, 9, 10)
+}
+THEN = "nothing", "raises", "reward", "info", "end"
+CASES |= {
+    f"no number, at {at}, then {then}, {actor.__name__}": Case(
+        lambda at=at, then=then, actor=actor: fragments(spoilt(at, then), actor(), n_steps=4),
+        9,
+        "non-finite",
+    )
+    for at, then, actor in product((1, 4, 9), THEN, (Plain, Careful))
+}
+CASES |= {
+    f"no number by engine, at {at}, then {then}": Case(
+        lambda at=at, then=then: fragments(
+            spoilt(at, then),
+            MLPPolicy.for_env(Counting, seed=0),
+            n_steps=140,
             engine="onnxruntime",
             seed=0,
-        )
-        with pytest.raises(Exception) as e:
-            first(change(FragmentCollector(stepper, 140)), 3)
-        texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
-    assert texts[0] == texts[1] and "non-finite" in texts[0][1]
+        ),
+        3,
+        "non-finite",
+    )
+    for at, then in product((1, 4, 9, 200), THEN)
+}
+OF_PLACE = "factory step reset actor actor_reset actor_complete vector_step vector_reset"
+OF_PLACE = [place.replace("_", " ") for place in OF_PLACE.split()]
+CASES |= {
+    f"fault, {harm} in {place} at {at}": Case(
+        lambda harm=harm, place=place, at=at: pipeline(Fault(HARMS[harm], place, at)), 6, ".*"
+    )
+    for place in OF_PLACE
+    for harm in sorted({x.harm for x in ROWS if x.place == place and x.here and not x.options})
+    for at in (3, 10)
+}
 
 
-class Range(gym.Env):
-    observation_space = Dict(n=Discrete(5))
-    action_space = Discrete(2)
-
-    def reset(self, **kwargs):
-        return {"n": 0}, {}
-
-    def __init__(self):
-        self.n = 0
-
-    def step(self, action):
-        self.n += 1
-        return {"n": self.n}, 1.0, False, self.n == self.end, {}
+def spoilt(at, then):
+    "Two environments, of which the second one is spoilt, and the first one is not for long."
+    return [partial(Spoilt, 999, then), partial(Spoilt, at, then)]
 
 
-@pytest.mark.parametrize("end", [5, 99])
-def test_integers_that_a_space_does_not_have(end):
-    class Ends(Range):
-        pass
-
-    Ends.end = end
-
-    class Zero(Actor):
-        def forward(self, obs, act, rew, fin, **_):
-            return torch.zeros_like(act, dtype=torch.int64), (), {}
-
-    texts = []
-    for change in (ticked, directly):
-        with pytest.raises(Exception, match="out of range") as e:
-            first(change(FragmentCollector(EnvStepper(Ends, Zero()), 8)))
-        texts.append(str(e.value))
-    assert texts[0] == texts[1]
+if importlib.util.find_spec("onnxruntime") is None:
+    CASES = {name: case for name, case in CASES.items() if "engine" not in name}
+GROUPS = sorted({name.partition(",")[0] for name in CASES})
+LONG_GROUPS = [
+    name for name in GROUPS if name in ("networks", "engine", "no number by engine", "fault")
+]
 
 
-class Fickle(Actor):
-    "The dtype of its action changes at call `at`."
+@pytest.mark.parametrize(
+    "group, whole",
+    [
+        *((group, group not in LONG_GROUPS) for group in GROUPS),
+        *(pytest.param(group, True, marks=pytest.mark.slow) for group in LONG_GROUPS),
+    ],
+)
+def test_fragments_tell_what_their_ticks_tell(group, whole):
+    "The same items and log; and the first fault in the same words, after as many items, of which none has what is not finite."
+    cases = {name: case for name, case in CASES.items() if name.partition(",")[0] == group}
+    for name, case in islice(cases.items(), None if whole else 1):
+        items, _, error = assert_same_outcome(case.make, n=case.n, learns=case.learns)
+        if case.error:
+            for item in items:
+                assert all(np.isfinite(x).all() for x in leaves(getattr(item, "state", ()))), name
+        if case.error != ".*":
+            assert bool(error) == bool(case.error), (name, error)
+            assert not error or re.search(case.error, error[1], re.S), (name, error)
 
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-        self.n = [0]
 
-    def forward(self, obs, act, rew, fin, *, virtual, **_):
-        self.n[0] += not virtual
-        new = torch.zeros(*fin.shape, 2)
-        return new.double() if self.n[0] >= self.at else new, (), {}
-
-
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_dtype_that_changes(at):
-    assert_same_streams(lambda: FragmentCollector(EnvStepper(Lively, Fickle(at), seed=0), 4), 3)
+def test_a_batch_with_its_own_actions_is_asked():
+    (fragment,) = first(fragments(Counting, Plain(), 2, kind=StillStepper), 1)
+    assert not fragment.state.obs[..., 3].any()
 
 
 def test_a_dtype_that_changes_where_a_fragment_begins():
     "Then the first fragment that is made at once has the dtype of the one before."
-    make = lambda: FragmentCollector(EnvStepper(Lively, Fickle(5), seed=0), 4)
-    for k, (a, b) in enumerate(zip(first(ticked(make()), 3), first(make(), 3), strict=True)):
-        assert (a.state.act.dtype, b.state.act.dtype) == (
-            (np.float64 if k else np.float32),
-            (np.float64 if k == 2 else np.float32),
-        )
+    make = partial(fragments, Lively, n_steps=4, seed=0)
+    streams = first(ticked(make(actor=fickle(5))), 3), first(make(actor=fickle(5)), 3)
+    for k, (a, b) in enumerate(zip(*streams, strict=True)):
+        wide = np.float64 if k else np.float32, np.float64 if k == 2 else np.float32
+        assert (a.state.act.dtype, b.state.act.dtype) == wide
         assert_same(a.state._replace(act=a.state.act.astype(b.state.act.dtype)), b.state)
 
 
@@ -706,6 +605,58 @@ def stepper(kind=EnvStepper, **kwargs):
     return kind(Counting, Plain(), 2, **kwargs)
 
 
+class Negating:
+    "Changes its ticks."
+
+    def stream(self, items):
+        for tick in super().stream(items):
+            yield tick._replace(next=tick.next._replace(rew=-tick.next.rew))
+
+
+class Negated(EnvStepper):
+    keeps_items = False  # to keep no tick is no promise to change none
+
+    def stream(self, items):
+        for tick in super().stream(items):
+            yield tick._replace(next=tick.next._replace(rew=-tick.next.rew))
+
+
+class NegatedByAMixin(Negating, EnvStepper):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Negated, NegatedByAMixin])
+def test_a_stepper_that_changes_its_ticks_is_heard(kind):
+    for a, b in zip(
+        first(FragmentCollector(stepper(), 4)),
+        first(FragmentCollector(stepper(kind), 4)),
+        strict=True,
+    ):
+        assert (a.state.rew == -b.state.rew).all() and a.state.rew[1:].any()
+
+
+def test_a_class_loses_the_promises_of_what_it_overrides():
+    class Promising(Negating):
+        fusible = False
+
+    class Same(Promising, EnvStepper):
+        fusible = True  # what the class itself says counts
+
+    class Later(Negating, FragmentCollector):
+        pass
+
+    class Keeps(EnvStepper):
+        keeps_items = False
+
+        def stream(self, items):
+            yield from super().stream(items)
+
+    kinds = EnvStepper, NegatedByAMixin, Same, Keeps
+    assert [kind.fusible for kind in kinds] == [True, False, True, False]
+    assert (Later.keeps_items, Later.fusible) == (True, False)
+    assert (FragmentCollector.keeps_items, FragmentCollector.fusible) != (True, False)
+
+
 @pytest.mark.parametrize(
     "make, direct",
     [
@@ -719,57 +670,7 @@ def stepper(kind=EnvStepper, **kwargs):
 )
 def test_most_ticks_are_made_only_where_somebody_may_see_them(make, direct):
     assert n_ticks(make()) == (6 if direct else 12)
-    assert_same_streams(make)
-
-
-@pytest.mark.parametrize("promises", [{}, dict(keeps_items=False)])
-def test_a_stepper_that_changes_its_ticks_is_heard(promises):
-    "To keep no tick is no promise to change none."
-
-    def stream(self, items):
-        for tick in EnvStepper.stream(self, items):
-            yield tick._replace(next=tick.next._replace(rew=-tick.next.rew))
-
-    kind = type("Negated", (EnvStepper,), dict(promises, stream=stream))
-    for a, b in zip(
-        first(FragmentCollector(stepper(), 4)),
-        first(FragmentCollector(stepper(kind), 4)),
-        strict=True,
-    ):
-        assert (a.state.rew == -b.state.rew).all() and a.state.rew[1:].any()
-
-
-def test_a_mixin_before_a_stepper_that_changes_its_ticks_is_heard():
-    class Negating:
-        def stream(self, items):
-            for tick in super().stream(items):
-                yield tick._replace(next=tick.next._replace(rew=-tick.next.rew))
-
-    class Promising(Negating):
-        fusible = False
-
-    class Negated(Negating, EnvStepper):
-        pass
-
-    class Same(Promising, EnvStepper):
-        fusible = True  # what the class itself says counts
-
-    assert [kind.fusible for kind in (EnvStepper, Negated, Same)] == [True, False, True]
-    for a, b in zip(
-        first(FragmentCollector(stepper(), 4)),
-        first(FragmentCollector(stepper(Negated), 4)),
-        strict=True,
-    ):
-        assert (a.state.rew == -b.state.rew).all() and a.state.rew[1:].any()
-
-    class Later(Negating, FragmentCollector):
-        pass
-
-    assert (
-        (Later.keeps_items, Later.fusible)
-        == (True, False)
-        != (FragmentCollector.keeps_items, FragmentCollector.fusible)
-    )
+    assert_same_outcome(make)
 
 
 def test_two_readers_of_the_same_ticks():
@@ -821,20 +722,6 @@ def test_an_edit_that_needs_ticks_gets_them(name):
         assert_same(a, b)
 
 
-def test_a_graph_that_is_changed_by_hand():
-    pipe = FragmentCollector(stepper(), 4)
-    seen = []
-
-    class Look(Pipe):
-        def stream(self, items):
-            for tick in items:
-                yield seen.append(tick) or tick
-
-    pipe.pipe = Look(pipe.pipe)
-    next(iter(pipe))
-    assert len(seen) == 4
-
-
 @pytest.mark.parametrize(
     "recipe, options",
     [(rollouts, {}), (on_policy, dict(critic=None)), (replayed, dict(batch_size=4, warmup=8))],
@@ -864,22 +751,3 @@ def test_a_pipe_of_environments_is_read_and_closed():
     assert next(items).n_envs == 2 and not closed
     items.close()
     assert closed == [True]
-
-
-def test_a_batch_with_its_own_way_of_actions_is_stepped_so():
-    class Still(EnvBatch):
-        def actions(self, array):
-            return super().actions(array * 0)
-
-    class Stepper(EnvStepper):
-        fusible = True
-
-        def make_envs(self, *args, **kwargs):
-            envs = super().make_envs(*args, **kwargs)
-            envs.__class__ = Still
-            return envs
-
-    assert_same_streams(lambda: FragmentCollector(Stepper(Counting, Plain(), 2), 5), 3)
-    assert (
-        not first(FragmentCollector(Stepper(Counting, Plain(), 2), 5), 1)[0].state.obs[..., 3].any()
-    )

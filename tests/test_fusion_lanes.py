@@ -1,12 +1,10 @@
 "Fragments that lanes make where they are joined, and advantages that are estimated behind the join, for all of them at once."
 
 import gc
-import pickle
 import weakref
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
-import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -16,7 +14,7 @@ from random_fragments import episodes
 from reference import assert_same, snapshot
 from test_joined import Pictures, Sees
 from test_vector import PLANS, Vectorised
-from toys import WORLDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
+from toys import WORLDS, Counting, Memory, Nested, NestedMemory, Plain, Valued, judge
 
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
@@ -29,7 +27,6 @@ from rollpipe.pipes import (
     Pipe,
     ProcessReading,
     Tap,
-    copy_graph,
     draw,
     find_one,
     insert_after,
@@ -38,7 +35,6 @@ from rollpipe.pipes import (
     optimize,
     profile,
     remove,
-    returns,
 )
 from rollpipe.pipes.batches import SideBySide
 from rollpipe.pipes.graph.modules import bump_version
@@ -71,14 +67,26 @@ def fusion_of(pipe):
 
 
 def assert_same_streams(make, n=4):
-    "`make()` makes a graph; its stream, and that of the optimized graph."
+    """`make()` makes a graph; its stream, and that of the optimized graph, to the last bit.
+
+    So is that of the graph whose advantages are estimated behind the join, for a critic that computes each row alone.
+    """
+    expected = first(make(), n)
     fused = optimize(make())
     assert fusion_of(fused) is not None
-    for a, b in zip(first(make(), n), first(fused, n), strict=True):
-        assert_same(a, b)
+    others = [fused]
+    if isinstance(fused.pipe, AdvantageBuffer):
+        others.append(behind(make()))
+    for other in others:
+        for a, b in zip(expected, first(other, n), strict=True):
+            assert_same(a, b)
 
 
 # --- made where they are joined
+
+
+def judge_of_place(obs):
+    return obs["place"][..., 2] + obs["exact"]
 
 
 @pytest.mark.slow
@@ -86,39 +94,72 @@ def assert_same_streams(make, n=4):
 @fast
 @given(
     plans=st.lists(episodes, min_size=1, max_size=3),
-    n_steps=st.integers(1, 6),
+    n_steps=st.integers(1, 9),
     lanes=st.integers(1, 4),
     n=st.integers(2, 5),
     terminal_obs=st.booleans(),
     ticks=st.booleans(),
+    advantages=st.booleans(),
 )
 def test_lanes_that_write_into_the_batch_yield_the_same(
-    world, plans, n_steps, lanes, n, terminal_obs, ticks
+    world, plans, n_steps, lanes, n, terminal_obs, ticks, advantages
 ):
-    "Whether they make ticks or not."
+    "Whether they make ticks or not, with advantages and without."
     env, actor = WORLDS[world]
     envs = [partial(env, plan, tag) for tag, plan in enumerate(plans)]
+    critic = judge if env is Counting else judge_of_place
 
     def make():
-        pipe = joined(envs, actor(), n_steps, lanes, n, advantages=False, terminal_obs=terminal_obs)
+        options = dict(advantages=advantages, terminal_obs=terminal_obs)
+        pipe = joined(envs, actor(), n_steps, lanes, n, critic, **options)
         return insert_after(pipe, EnvStepper, Passing) if ticks else pipe
 
     assert_same_streams(make)
 
 
+def of_vector(mode, **options):
+    return joined(partial(Vectorised, PLANS, mode), Memory(), 5, 3, 3, judge, **options)
+
+
+def of_single(**options):
+    envs = [partial(Counting, plan, k) for k, plan in enumerate(PLANS)]
+    return joined(envs, Memory(), 5, 3, 3, judge, **options)
+
+
+def ending(n):
+    "Lanes that end, one after the other."
+    pipe = joined(Nested, NestedMemory(), 5, 4, n, advantages=False, n_envs=2)
+    return insert_after(pipe, EnvStepper, Some)
+
+
+def reporting():
+    "The actor reports the values."
+    plans = [[(3, "trunc"), (2, "term"), (4, "both")], [(2, "trunc")]]
+    return joined([partial(Counting, plan) for plan in plans], Valued(), 5, 3, 3)
+
+
+CASES = {
+    "values of the actor": reporting,
+    "single": of_single,
+    "single, last observations": partial(of_single, terminal_obs=True),
+    "single, resting": partial(of_single, sticky=5),
+    **{f"lanes that end, {n}": partial(ending, n) for n in (2, 3, 4, 7)},
+    **{
+        f"vector, {mode.name}, {terminal_obs}": partial(of_vector, mode, terminal_obs=terminal_obs)
+        for mode, terminal_obs in product(AutoresetMode, (False, True))
+    },
+}
+
+
 @pytest.mark.slow_but_one
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("kwargs", [{}, dict(terminal_obs=True), dict(sticky=5)])
-@pytest.mark.parametrize("source", ["vector", "single"])
-def test_every_kind_of_reset(mode, kwargs, source):
-    if source == "vector" and "sticky" in kwargs:
-        kwargs = {}
-    envs = (
-        partial(Vectorised, PLANS, mode)
-        if source == "vector"
-        else [partial(Counting, plan, k) for k, plan in enumerate(PLANS)]
-    )
-    assert_same_streams(lambda: joined(envs, Memory(), 5, 3, 3, judge, **kwargs))
+@pytest.mark.parametrize("name", CASES)
+def test_in_place_is_as_apart(name):
+    assert_same_streams(CASES[name], 99 if "end" in name else 4)
+
+
+def test_the_last_batches_are_made_of_the_lanes_that_are_left():
+    for n in (2, 3, 4, 7):
+        assert sum(x.n_envs for x in ending(n)) == 2 * (1 + 2 + 3 + 4)
 
 
 @pytest.mark.slow_but_one
@@ -215,29 +256,6 @@ class Some(Pipe):
         yield from islice(items, 5 * (self.lane + 1))
 
 
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
-def test_lanes_that_end(n):
-    "The last batches are made of the lanes that are left, and the last one is smaller."
-
-    def make():
-        return insert_after(
-            joined(Nested, NestedMemory(), 5, 4, n, advantages=False, n_envs=2), EnvStepper, Some
-        )
-
-    assert sum(x.n_envs for x in make()) == 2 * (1 + 2 + 3 + 4)
-    assert_same_streams(make, 99)
-
-
-def test_environments_are_closed_when_the_batches_are_left():
-    Ledger.clear()
-    items = iter(optimize(joined(Counting, Plain(), 3, 3, 3, judge, n_envs=2)))
-    next(items)
-    assert Ledger.open()
-    items.close()
-    assert not Ledger.open()
-
-
 def test_who_holds_a_fragment_never_sees_it_change():
     "A pipe that may keep fragments gets them in memory of their own, also if it was put there by hand."
 
@@ -260,41 +278,6 @@ def test_who_holds_a_fragment_never_sees_it_change():
 
 
 # --- advantages of joined fragments
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@fast
-@given(
-    plans=st.lists(episodes, min_size=1, max_size=3),
-    n_steps=st.integers(1, 9),
-    lanes=st.integers(1, 4),
-    n=st.integers(2, 5),
-)
-def test_estimates_of_the_same_values_are_the_same(world, plans, n_steps, lanes, n):
-    "To the last bit, for a critic that computes every row alone."
-    env, actor = WORLDS[world]
-    envs = [partial(env, plan, tag) for tag, plan in enumerate(plans)]
-    critic = judge if env is Counting else lambda obs: obs["place"][..., 2] + obs["exact"]
-
-    def make():
-        return joined(envs, actor(), n_steps, lanes, n, critic)
-
-    for a, b in zip(first(make()), first(behind(make())), strict=True):
-        assert_same(a, b)
-
-
-def test_reported_values():
-    plans = [
-        partial(Counting, [(3, "trunc"), (2, "term"), (4, "both")]),
-        partial(Counting, [(2, "trunc")]),
-    ]
-
-    def make():
-        return joined(plans, Valued(), 5, 3, 3)
-
-    for a, b in zip(first(make()), first(behind(make())), strict=True):
-        assert_same(a, b)
 
 
 @pytest.mark.slow
@@ -340,18 +323,6 @@ def test_the_critic_is_called_once_for_a_batch():
         )
     )
     assert critic.shown == [6] * 6
-
-
-def test_the_newest_critic_judges():
-    critic = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(-2))
-    torch.nn.init.zeros_(critic[0].weight)
-    for k, batch in enumerate(
-        islice(behind(joined(lambda: Counting([(9, "term")]), Plain(), 2, 2, 2, critic)), 4)
-    ):
-        if k:
-            assert torch.allclose(batch.ret - batch.adv, torch.full((2, 2), 7.0 * k))
-        with torch.no_grad():
-            critic[0].bias.fill_(7.0 * (k + 1))
 
 
 @pytest.mark.slow_but_one
@@ -575,34 +546,6 @@ def test_an_edit_takes_it_apart_where_it_must():
         assert repr(find_one(edited, FragmentStacker)) == text
         for a, b in zip(first(edit(plain)), first(edited), strict=True):
             assert_same(a, b)
-
-
-def test_it_can_be_pickled_and_copied():
-    pipe = optimize(joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2))
-    for copy in (pickle.loads(pickle.dumps(pipe)), copy_graph(pipe)):
-        assert fusion_of(copy) is not None
-        for a, b in zip(first(pipe), first(copy), strict=True):
-            assert_same(a, b)
-
-
-def test_gae_of_joined_columns_is_that_of_each():
-    "Whatever their number: the recursion treats every column alone."
-    rng = np.random.default_rng(0)
-    for n_steps, widths in ((1, (2, 2)), (17, (1, 3, 5)), (128, (7, 1, 8))):
-
-        def draw_(*shape):
-            return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
-
-        rew = draw_(n_steps, sum(widths))
-        v = draw_(n_steps + 1, sum(widths))
-        term = draw_(n_steps, sum(widths)) > 1
-        cut = draw_(n_steps, sum(widths)) > 0.8
-        whole = returns.gae(rew, v[:-1], v[1:], 0.99 * ~term, 0.95, cut=cut)
-        for part, *xs in zip(
-            whole.split(widths, 1), *(x.split(widths, 1) for x in (rew, v, term, cut))
-        ):
-            r, u, t, c = (x.contiguous() for x in xs)
-            assert torch.equal(part, returns.gae(r, u[:-1], u[1:], 0.99 * ~t, 0.95, cut=c))
 
 
 def test_it_can_be_profiled():

@@ -4,14 +4,17 @@ import copy
 import gc
 import os
 import signal
+from collections import deque
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Box, Dict
 from reference import assert_same, snapshot
-from toys import Plain, Stepped
+from toys import Plain, Scripted
 from worker_cases import change
 
 from rollpipe.pipes import (
@@ -32,25 +35,21 @@ from rollpipe.pipes.workers.codec import SMALL
 T, B = 4, 2
 
 
-class Pictures(Stepped):
-    "Every picture differs from every other one; floats of the same size beside it. Episodes of 9 steps."
-
-    observation_space = Dict(
+Endless = partial(Scripted, ends=(False, False), pay=1.0, tell={}, tell_first={})
+Pictures = partial(  # each differs from every other one; floats of the same size beside it
+    Scripted,
+    [(9, "trunc")],
+    observation_space=Dict(
         image=Box(0, 255, (96, 80), np.uint8), heat=Box(-np.inf, np.inf, (24, 80), np.float32)
-    )
-    action_space = Discrete(5)
-
-    def look(self):
-        return dict(
-            image=self.np_random.integers(0, 256, (96, 80), np.uint8),
-            heat=self.np_random.normal(size=(24, 80)).astype(np.float32),
-        )
-
-    def pay(self, action):
-        return float(action)
-
-    def ends(self):
-        return False, self.count == 9
+    ),
+    see=lambda env: dict(
+        image=env.np_random.integers(0, 256, (96, 80), np.uint8),
+        heat=env.np_random.normal(size=(24, 80)).astype(np.float32),
+    ),
+    pay=lambda env: float(env.action),
+    tell={},
+    tell_first={},
+)
 
 
 class Sees(Plain):
@@ -77,6 +76,37 @@ def serial(pipe, n):
     return [snapshot(x) for x in islice(pipe, n)]
 
 
+@contextmanager
+def loaded(pipe, n, **options):
+    "`(loader, items)`: the first `n` items from two workers, each of which is that of one process."
+    expected = serial(pipe, n)
+    options = dict(num_workers=2) | options
+
+    def items(loader):
+        for item, known in zip(islice(loader, n), expected, strict=True):
+            assert_same(snapshot(item), known)
+            yield item
+
+    with DataLoader2(pipe, reading_service=ProcessReading(**options)) as loader:
+        yield loader, items(loader)
+
+
+def last(items):
+    "The last one; nobody keeps the others."
+    (item,) = deque(items, maxlen=1)
+    return item
+
+
+def run(pipe, n, **options):
+    "Each of `n` items is that of one process."
+    with loaded(pipe, n, **options) as (_, items):
+        last(items)
+
+
+def pool_of(loader):
+    return loader.reading_service.seams[0].coordinator.pool
+
+
 def is_shared(x, pool):
     "Does it lie in a slot?"
     return any(
@@ -94,19 +124,12 @@ assert B * 96 * 80 * (T + 1) >= SMALL
 def test_the_stream_is_that_of_one_process(lanes, joined, lag):
     "Bit for bit, while the consumer keeps every second batch, to the end of the loader and after it."
     pipe = pipeline(lanes, joined)
-    expected = serial(pipe, 14)
-    kept = []
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
-        for k, batch in enumerate(islice(loader, 14)):
-            assert_same(snapshot(batch), expected[k])
-            if k % 2:
-                kept.append((k, batch))
-    for k, batch in kept:
-        assert_same(snapshot(batch), expected[k])
-    del loader
+    with loaded(pipe, 14, lag=lag) as (loader, items):
+        kept = [(batch, snapshot(batch)) for k, batch in enumerate(items) if k % 2]
+    del loader, items
     gc.collect()
-    for k, batch in kept:
-        assert_same(snapshot(batch), expected[k])
+    for batch, known in kept:
+        assert_same(snapshot(batch), known)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +137,8 @@ def test_the_stream_is_that_of_one_process(lanes, joined, lag):
 )
 def test_images_are_joined_without_a_copy(start_method):
     "After the first batches, which settle the layout, a worker copies what is small, and the join nothing whole-numbered that is large."
-    pipe = pipeline(2, 2)
-    expected = serial(pipe, 8)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, start_method=start_method)) as loader:
-        for k, batch in enumerate(islice(loader, 8)):
-            assert_same(snapshot(batch), expected[k])
+    with loaded(pipeline(2, 2), 8, start_method=start_method) as (loader, items):
+        for k, batch in enumerate(items):
             assert batch.state.obs["image"].is_contiguous()
             if k > 2:
                 assert all(
@@ -126,7 +146,7 @@ def test_images_are_joined_without_a_copy(start_method):
                     for record in list(loader.reading_service.records)[-2:]
                 )
         image = batch.state.obs["image"]
-        pool = loader.reading_service.seams[0].coordinator.pool
+        pool = pool_of(loader)
         assert is_shared(image, pool) and not is_shared(batch.state.obs["heat"], pool)
 
 
@@ -139,24 +159,20 @@ def test_what_is_apart_lies_apart():
 
 def test_a_consumer_that_keeps_everything():
     "It gets copies when few slots are left; the pool stays as large as it was."
-    pipe = pipeline(2, 2)
-    expected = serial(pipe, 20)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
-        kept = list(islice(loader, 20))
-        pool = loader.reading_service.seams[0].coordinator.pool
-        assert 0 < sum(is_shared(batch.state.obs["image"], pool) for batch in kept) <= pool.max_lent
-        for batch, known in zip(kept, expected):
+    with loaded(pipeline(2, 2), 20, lag=1) as (loader, items):
+        kept = [(batch, snapshot(batch)) for batch in items]
+        pool = pool_of(loader)
+        n_lent = sum(is_shared(batch.state.obs["image"], pool) for batch, _ in kept)
+        assert 0 < n_lent <= pool.max_lent
+        for batch, known in kept:
             assert_same(snapshot(batch), known)
 
 
 def test_it_is_the_consumers():
     "Who writes into a batch changes no other one, kept or to come."
-    pipe = pipeline(2, 2)
-    expected = serial(pipe, 10)
     last = None
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
-        for k, batch in enumerate(islice(loader, 10)):
-            assert_same(snapshot(batch), expected[k])
+    with loaded(pipeline(2, 2), 10, lag=1) as (_, items):
+        for batch in items:
             if last is not None:
                 assert (last.state.obs["image"] == 7).all() and (last.state.obs["heat"] == 7).all()
             last = batch
@@ -203,11 +219,7 @@ class Keeps(FragmentCollector):
 )
 @pytest.mark.parametrize("lag", [0, 1])
 def test_pipes_in_the_worker_may_keep_what_they_get(wrap, lag):
-    pipe = pipeline(2, wrap=wrap)
-    expected = serial(pipe, 16)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
-        for k, item in enumerate(islice(loader, 16)):
-            assert_same(snapshot(item), expected[k])
+    run(pipeline(2, wrap=wrap), 16, lag=lag)
 
 
 class Same(Pipe):
@@ -221,19 +233,15 @@ class Same(Pipe):
 
 def test_behind_another_pipe_they_are_copied_once():
     "Into the place where they are joined."
-    pipe = pipeline(2, 2, Same)
-    expected = serial(pipe, 8)
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
-        for k, batch in enumerate(islice(loader, 8)):
-            assert_same(snapshot(batch), expected[k])
-        obs = batch.state.obs
+    with loaded(pipeline(2, 2, Same), 8) as (loader, items):
+        obs = last(items).state.obs
         assert all(
             sum(x.nbytes for x in obs.values()) // 2
             <= record.copied_bytes
             < sum(x.nbytes for x in obs.values()) // 2 + SMALL
             for record in list(loader.reading_service.records)[-2:]
         )
-        assert is_shared(obs["image"], loader.reading_service.seams[0].coordinator.pool)
+        assert is_shared(obs["image"], pool_of(loader))
 
 
 class Sizes(Source):
@@ -308,30 +316,6 @@ def test_a_lost_worker_leaves_half_a_picture():
         assert_same(snapshot(batch), known)
 
 
-@pytest.mark.slow
-def test_weights_that_change_meanwhile():
-    "As in one process, with large observations."
-
-    def run(service):
-        torch.manual_seed(0)
-        actor = Learns()
-        found = []
-        pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Pictures, actor, B), T), 3, 5), 3)
-        with DataLoader2(pipe, reading_service=service) as loader:
-            for batch in islice(loader, 6):
-                found.append(snapshot(batch))
-                change(actor)
-        return found
-
-    expected = run(None)
-    for service in (
-        ProcessReading(1),
-        ProcessReading(2),
-        ProcessReading(2, start_method="forkserver"),
-    ):
-        assert_same(run(service), expected)
-
-
 class Learns(Sees):
     "With a weight that it reports."
 
@@ -347,16 +331,12 @@ class Learns(Sees):
 # --- actors that answer with what they were shown, whose memory is used again
 
 
-class Numbers(Stepped):
-    "Large observations that count on, from a random number."
+def from_anywhere(env):
+    env.count = env.np_random.integers(100_000)
 
-    observation_space = action_space = Box(-np.inf, np.inf, (8000,), np.float32)
 
-    def begin(self):
-        self.count = self.np_random.integers(100_000)
-
-    def pay(self, action):
-        return 0.0
+ANY = Box(-np.inf, np.inf, (8000,), np.float32)
+Numbers = partial(Endless, observation_space=ANY, action_space=ANY, begin=from_anywhere)
 
 
 class Parrot:
@@ -386,21 +366,10 @@ class Elephant(Parrot):
 @pytest.mark.parametrize("n_steps", [3, 5])
 def test_an_answer_that_is_a_view_of_an_observation(actor, n_steps, lag):
     "The next fragment begins with it, when the memory of the one before belongs to another lane."
-    pipe = Lanes(FragmentCollector(EnvStepper(Numbers, actor, 2), n_steps), 4, 1)
-    expected = serial(pipe, 24)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
-        for k, fragment in enumerate(islice(loader, 24)):
-            assert_same(snapshot(fragment), expected[k])
+    run(Lanes(FragmentCollector(EnvStepper(Numbers, actor, 2), n_steps), 4, 1), 24, lag=lag)
 
 
 # --- what nobody should notice
-
-
-class Endless(Stepped):
-    "Counts; items of one lane have one form for ever."
-
-    observation_space = Box(-np.inf, np.inf, (3,))
-    action_space = Discrete(5)
 
 
 @pytest.mark.parametrize(
@@ -440,12 +409,8 @@ class Views(torch.nn.Module):
 
 
 def test_critics_that_view():
-    pipe = FragmentStacker(AdvantageBuffer(pipeline(2), Views()), 2)
-    expected = serial(pipe, 8)
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
-        for k, batch in enumerate(islice(loader, 8)):
-            assert_same(snapshot(batch), expected[k])
-        assert is_shared(batch.state.obs["image"], loader.reading_service.seams[0].coordinator.pool)
+    with loaded(FragmentStacker(AdvantageBuffer(pipeline(2), Views()), 2), 8) as (loader, items):
+        assert is_shared(last(items).state.obs["image"], pool_of(loader))
 
 
 def test_pipes_of_others_see_contiguous_fragments_of_their_own():
@@ -503,7 +468,7 @@ def test_memory_is_that_of_the_pool():
         pipeline(2, 2), reading_service=ProcessReading(2, lag=1, n_buffers=8)
     ) as loader:
         batch = list(islice(loader, 12))[-1]
-        pool = loader.reading_service.seams[0].coordinator.pool
+        pool = pool_of(loader)
         blocks = sum(
             512 * os.fstat(memory.fd).st_blocks
             for slot in pool.slots

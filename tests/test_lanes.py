@@ -4,23 +4,18 @@ from functools import partial
 from itertools import islice
 
 import pytest
-import torch
 from reference import apply, assert_same, snapshot
-from toys import Counting, Ledger, Limit, Lively, Memory, Plain, Shaky
+from toys import Counting, Ledger, Lively, Memory, Plain, Shaky
 
-from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
+from rollpipe.layers import CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer,
-    DataError,
     EnvError,
     EnvStepper,
     FragmentCollector,
     FragmentStacker,
-    GraphError,
     Lanes,
     Pipe,
     ProcessReading,
-    find_one,
 )
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 
@@ -86,30 +81,6 @@ def test_lanes_differ(world):
     assert len(starts) == 6 and (len(noise) == 6 or world == "categorical")
 
 
-def test_a_lane_may_be_left_waiting():
-    "What happens between two turns of a lane, its neighbours or the user's random numbers, makes no difference."
-    source = WORLDS["global"][0]
-    actor = WORLDS["global"][1]()
-    expected = by_lane(pipeline(source, actor, 2), 8)
-    found = {}
-    for f in islice(pipeline(source, actor, 2), 8):
-        found.setdefault(int(f.lane[0]), []).append(snapshot(f))
-        torch.randn(3)
-        torch.manual_seed(17)
-    assert_same(found, expected)
-
-
-def test_seeds():
-    actor = GaussianPolicy.for_env(Lively)
-    a, b, c = (by_lane(pipeline(Lively, actor, 2, seed), 4) for seed in (0, 0, 1))
-    assert_same(a, b)
-    assert (a[0][0].state.obs != c[0][0].state.obs).all()
-    x, y = (by_lane(pipeline(Lively, actor, 2, seed=None), 2) for _ in range(2))
-    assert (x[0][0].state.obs != y[0][0].state.obs).all() and (
-        x[0][0].state.obs != x[1][0].state.obs
-    ).all()
-
-
 def test_the_seed_may_be_given_to_the_stepper():
     "Then each lane gets a child of it."
     make = lambda seed: Lanes(FragmentCollector(EnvStepper(Lively, actor, 2, seed=seed), 4), 3)
@@ -155,26 +126,6 @@ def test_the_graph_above_is_not_used_itself():
     assert int(first.seq[0]) == 0 and int(second.seq[0]) == 1
 
 
-def test_lanes_share_the_actor_itself():
-    "A lane's copy refers to the actor, so all lanes see an update at once."
-    actor = torch.nn.Linear(1, 1)
-
-    class Told(Actor):
-        def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-            return (
-                torch.zeros(fin.shape, dtype=torch.int64),
-                (),
-                {"bias": actor.bias.detach().expand(fin.shape).clone()},
-            )
-
-    seen = []
-    for k, f in enumerate(islice(pipeline(Counting, Told(), 2, n_steps=1, n_envs=1), 6)):
-        seen.append(float(f.actor["bias"][0, 0]))
-        with torch.no_grad():
-            actor.bias.fill_(k)
-    assert seen[1:] == [0, 1, 2, 3, 4]
-
-
 def test_a_lane_that_ends_leaves_the_turn():
     class Unequal(Pipe):
         "Lane k gives k + 1 items."
@@ -205,17 +156,6 @@ def test_several_steppers_in_a_lane_get_different_seeds():
     assert (a.state.obs != b.state.obs).all()
 
 
-def test_what_cannot_be():
-    stepper = EnvStepper(Counting, Plain())
-    for n in (0, -1, 1.5):
-        with pytest.raises(DataError, match=r"Lanes: .*n >= 1.*n="):
-            Lanes(stepper, n)
-    with pytest.raises(GraphError, match="Lanes: lanes within lanes"):
-        next(iter(Lanes(Lanes(stepper, 2), 2)))
-    with pytest.raises(GraphError, match="Lanes: EnvStepper and Lanes both have a seed"):
-        next(iter(Lanes(EnvStepper(Counting, Plain(), seed=1), 2, 0)))
-
-
 def test_an_error_names_its_lane_and_closes_all():
     "The environment of lane 2 fails at its 5th step."
     Ledger.clear()
@@ -235,19 +175,6 @@ def test_an_error_names_its_lane_and_closes_all():
     ) as kept:
         next(stream)
     assert kept.tb and len(Ledger.made) == 6 and Ledger.open() == 0
-
-
-def test_the_pipes_below_are_shared():
-    "Below the seam there is one pipe for all lanes."
-    pipe = AdvantageBuffer(pipeline(Counting, Plain(), 3), lambda obs: obs[..., 2])
-    assert find_one(pipe, Lanes).n == 3
-    assert [int(f.lane[0]) for f in islice(pipe, 4)] == [0, 1, 2, 0]
-
-
-def test_limit_above_and_below():
-    stepper = EnvStepper(Counting, Plain())
-    assert len(list(Lanes(Limit(FragmentCollector(stepper, 2), 3), 2, 0))) == 6
-    assert len(list(Limit(Lanes(FragmentCollector(stepper, 2), 2, 0), 3))) == 3
 
 
 def test_closing_an_environment_that_fails_to_close_leaves_no_other_open():

@@ -18,7 +18,7 @@ from reference import assert_same, snapshot
 from torch.utils.data.datapipes.iter import ShardingFilter, Zipper
 from toys import Lively, Shaky
 
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, rollouts
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
 from rollpipe.pipes.graph import torchdata
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.loading import loader as own
@@ -531,17 +531,6 @@ def test_a_pipeline_is_the_same_under_both(both, workers):
                 [snapshot(f) for f in islice(loader, 7)] + [snapshot(f) for f in islice(loader, 4)]
             )
     assert_same(*found)
-
-
-def test_pausing_workers(lib):
-    pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=3, lanes=2, seed=1)
-    expected = [snapshot(f) for f in islice(pipe, 4)]
-    with lib.DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
-        stream = iter(loader)
-        stream.limit(2)
-        assert_same([snapshot(f) for f in stream], expected[:2])
-        stream.resume()
-        assert_same([snapshot(f) for f in stream], expected[2:])
 
 
 # --- the choice

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
-from toys import Counting, Learning, Plain
+from toys import Counting, Plain
 
 from rollpipe.agents import losses
 from rollpipe.layers import Actor, CategoricalPolicy
@@ -153,18 +153,6 @@ def test_versions():
     bump_version(b)
     assert (version_of(a), version_of(b)) == (2, 8)
     assert version_of(pickle.loads(pickle.dumps(Handle(a))).module) == 2
-
-
-def test_every_fragment_carries_the_version_that_collected_it():
-    actor = Learning()
-    told = []
-    for k, f in enumerate(
-        islice(Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 2), 2, 0), 6)
-    ):
-        told.append(f.version.tolist())
-        if k % 2:
-            bump_version(actor)
-    assert told == [[0, 0], [0, 0], [1, 1], [1, 1], [2, 2], [2, 2]]
 
 
 @dataclass

@@ -3,7 +3,6 @@
 The state goes through the encoding of checkpoints, in which nothing can be executed.
 """
 
-import json
 import os
 import re
 import signal
@@ -14,31 +13,27 @@ from multiprocessing import current_process
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.spaces import Box, Discrete
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from tensor_worlds import CartPole, Pendulum
-from toys import Counting, Lively, Memory, Plain, Shaky
+from resuming import encoded, part, resumes, told
+from tensor_worlds import CartPole
+from test_laws_of_pipes import LateInfos
+from toys import Counting, Lively, Plain, Shaky
 from worker_cases import SPACES, WORLDS, Images, _above, _recipe, change
 
-from rollpipe.agents.intrinsic import RND, Distillation
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    CheckInvariants,
     CheckpointError,
     EnvError,
     EnvStepper,
-    EpisodeCollector,
     EpisodeStats,
     FragmentCollector,
     FragmentStacker,
     FrameStack,
     Lanes,
     Minibatcher,
-    NStep,
-    ObservationCast,
     Pipe,
     PipeError,
     ProcessReading,
@@ -47,93 +42,15 @@ from rollpipe.pipes import (
     Tap,
     ToDevice,
     WorkerError,
-    find,
     rollouts,
 )
-from rollpipe.pipes.envs.sources import Acting
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
-from rollpipe.pipes.keeping.files import decode, encode
-from rollpipe.pipes.lanes import learning_pipes
 from rollpipe.pipes.passes import keep_as, keep_environments
 from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.taps import Meter, Throughput
-from rollpipe.pipes.tensors.collector import TensorCollector
-from rollpipe.testing import check_pipe
 
 pytestmark = pytest.mark.timeout(300)
-
-
-KEEPERS = {}  # world -> how the environments of each source are kept
-
-
-def encoded(state):
-    "The state after a checkpoint of it was written and read."
-    tensors = {}
-    code = json.loads(json.dumps(encode(state, tensors), allow_nan=False))
-    return decode(code, {name: x.clone() for name, x in tensors.items()})
-
-
-def told(pipe):
-    "The state of a stream: of its iteration, and of the pipes that learn."
-    return encoded(
-        (stream_state(pipe), {name: p.state_dict() for name, p in learning_pipes(pipe).items()})
-    )
-
-
-def part(world, n, start=0, state=None, service=None, lanes=2, states=None):
-    "`n` batches from the `start`-th one on, after each of which the actor changes, and the state after them; a list `states` gets all."
-    pipe, actor = world(lanes)
-    if world not in KEEPERS:
-        KEEPERS[world] = [*keep_environments(pipe).values()]
-    for source, keeper in zip(find(pipe, Acting), KEEPERS[world]):
-        source.keeper = keeper
-    assert not unknown_states(pipe)
-    for _ in range(start):
-        change(actor)
-    if state is not None:
-        for name, p in learning_pipes(pipe).items():
-            p.load_state_dict(state[1][name])
-        restore_stream(pipe, state[0])
-    found = []
-    with DataLoader2(pipe, reading_service=service) as loader:
-        items = iter(loader)
-        for _ in range(n):
-            found.append(snapshot(without_source(next(items))))
-            change(actor)
-            if states is not None:
-                states.append(told(loader.datapipe))
-        return found, told(loader.datapipe)
-
-
-def without_source(x):
-    return x._replace(source=None) if "source" in getattr(x, "_fields", ()) else x
-
-
-def resumes(world, n=6, cuts=None, **options):
-    "Compare the whole stream with what follows from its states at several cuts, and with parts of one batch each."
-    whole, _ = part(world, n, **options, states=(states := []))
-    for k in range(1, n) if cuts is None else cuts:
-        assert_same(whole[k:], part(world, n - k, k, states[k - 1], **options)[0])
-    found, state = part(world, 1, **options)
-    for k in range(1, n):
-        one, state = part(world, 1, k, state, **options)
-        found += one
-    assert_same(whole, found)
-
-
-class LateInfos(Lively):
-    "The first episodes have no infos, and the dtype of one grows."
-
-    def step(self, action):
-        *answer, _ = super().step(action)
-        self.count = getattr(self, "count", 0) + 1
-        more = {} if self.count < 15 else {"late": 1 if self.count < 40 else 0.5}
-        return *answer, {
-            "count": self.count,
-            **more,
-            **({"rare": np.float32([1, 2])} if self.count % 11 == 0 else {}),
-        }
 
 
 class FromNumpy(gym.Env):
@@ -166,105 +83,10 @@ def gaussian():
 # --- single pipes
 
 
-def of_ticks(make, source=Lively, actor=Shaky, **options):
-    def world(lanes):
-        mine = actor()
-        return make(EnvStepper(source, mine, 2, seed=3, **options)), mine
-
-    return world
-
-
-def of_fragments(make, source=Lively, actor=Shaky, **options):
-    return lambda lanes: _above(
-        source, actor(), lanes, lambda p: make(FragmentCollector(p, 5)), **options
-    )
-
-
-def below(make, source=Lively, actor=Shaky, **options):
-    def world(lanes):
-        pipe, mine = _above(source, actor(), lanes, lambda p: FragmentCollector(p, 5), **options)
-        return make(pipe), mine
-
-    return world
-
-
-PIPES = dict(
-    ticks=of_ticks(lambda p: p),
-    sticky=of_ticks(lambda p: FragmentCollector(p, 8), sticky=4),
-    scaled_ticks=of_ticks(RewardScaler),
-    scaled_fragments=of_fragments(lambda p: RewardScaler(p, gamma=0.9)),
-    scaled_below=below(lambda p: RewardScaler(p, gamma=0.9)),
-    scaled_batches=below(lambda p: RewardScaler(FragmentStacker(p, 2))),
-    frames=of_fragments(lambda p: FrameStack(p, 3), Images, lambda: WORLDS["frames"](1)[1]),
-    frames_below=below(
-        lambda p: FrameStack(FragmentStacker(p, 2), 4), Images, lambda: WORLDS["frames"](1)[1]
-    ),
-    episodes=of_ticks(lambda p: EpisodeCollector(p, 2, pad=True), LateInfos, terminal_obs=True),
-    episode_lists=of_ticks(lambda p: EpisodeCollector(p, 3), Counting, Memory, terminal_obs=True),
-    every_episode=of_ticks(EpisodeCollector, Counting, Plain, terminal_obs=True),
-    steps=of_fragments(Steps),
-    steps_of_batches=below(lambda p: Steps(FragmentStacker(p, 2))),
-    fragments=below(lambda p: Fragments(Steps(p), 3)),
-    merged=below(lambda p: StepMerger(Steps(p), 3)),
-    minibatches=below(lambda p: Minibatcher(p, 4, 2, seed=5)),
-    columns=below(lambda p: Minibatcher(p, 4, 2, seed=5), Counting, Memory),
-    checked=below(lambda p: CheckInvariants(p, rate=0.6), actor=gaussian),
-    taps=below(lambda p: Throughput(EpisodeStats(Tap(p, id), id), id, 2)),
-    cast=of_fragments(lambda p: NStep(ObservationCast(ToDevice(p, "cpu"), torch.float64), 3)),
-    novelty=below(
-        lambda p: RND(p, Distillation.for_env(SPACES, hidden=(4,), seed=0)),
-        actor=gaussian,
-        terminal_obs=True,
-    ),
-    tensors=lambda lanes: (Lanes(TensorCollector(CartPole, mine := cart(), 5, 3), lanes, 1), mine),
-    tensor_ends=lambda lanes: (
-        TensorCollector(
-            lambda n_envs: Pendulum(n_envs, max_steps=3), mine := Turning(), 4, 2, seed=1
-        ),
-        mine,
-    ),
-)
-
-
-class Turning(Memory):
-    "Actions in Box(1) from the memory."
-
-    def look(self, obs):
-        return obs[..., 0].round()
-
-    def choose(self, number):
-        return (number % 5)[..., None] / 2.0 - 1
-
-
 def cart():
     return CategoricalPolicy.for_env(
         (CartPole.observation_space, CartPole.action_space), hidden=(4,), seed=0
     )
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("name", PIPES)
-def test_a_pipe_goes_on(name):
-    resumes(PIPES[name], 7)
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "name", [name for name in PIPES if name != "novelty"]
-)  # which goes on learning when it is iterated again
-def test_a_pipe_keeps_all_rules(name):
-    check_pipe(lambda: PIPES[name](2)[0])
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "name", ["episodes", "merged", "steps_of_batches", "minibatches", "fragments"]
-)
-def test_a_pipe_goes_on_within_what_it_cuts_or_joins(name):
-    "Longer, so that many items lie between two reads."
-    whole, _ = part(PIPES[name], 45, states=(states := []))
-    for k in range(3, 45, 5):
-        assert_same(whole[k:], part(PIPES[name], 45 - k, k, states[k - 1])[0])
 
 
 # --- whole pipelines

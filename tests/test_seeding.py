@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from toys import Counting, Ledger, Lively, Memory, Plain, Shaky
+from toys import Counting, Ledger, Lively, Plain, Shaky
 from worker_cases import Global
 
 from rollpipe.layers import CategoricalPolicy, GaussianPolicy
@@ -217,22 +217,6 @@ def test_the_action_spaces_are_seeded():
     assert_same(a, b)
 
 
-def test_a_deterministic_pipeline_needs_no_seed():
-    pipe = FragmentCollector(EnvStepper(Counting, Memory(), 2), 5)
-    assert_same(take(pipe, 3), take(pipe, 3))
-
-
-def test_the_stream_is_the_same_under_every_reading():
-    "Plainly, under DataLoader2, and under its in-process reading service; the pipe's own seed takes precedence."
-    actor = ACTORS["explicit"]()
-    expected = take(recipe(actor, 0), 3)
-    for service in (None, InProcessReadingService()):
-        with DataLoader2(recipe(actor, 0), reading_service=service) as loader:
-            loader.seed(123)
-            assert_same(take(loader, 3), expected)
-            assert_same(take(loader, 3), expected)
-
-
 def test_a_reading_service_seeds_what_has_no_seed():
     "`DataLoader2.seed` fixes the environments, the actions and the order of minibatches."
     actor = ACTORS["explicit"]()
@@ -283,17 +267,6 @@ def test_global_states_follow_from_the_seed_that_there_is():
         take(lanes(*seeds), 1)[0].state.obs for seeds in ((5, None), (6, None), (None, None))
     )
     assert (a[..., :3] != b[..., :3]).any() and (a[..., :3] != c[..., :3]).any()
-
-
-@pytest.mark.parametrize(
-    "num_workers, start_method", [(1, "fork"), (2, "fork"), (3, "fork"), (2, "forkserver")]
-)
-def test_global_states_are_the_same_in_workers(num_workers, start_method):
-    expected = take(globally(), 3)
-    with DataLoader2(
-        globally(), reading_service=ProcessReading(num_workers, start_method=start_method)
-    ) as loader:
-        assert_same(take(loader, 3), expected)
 
 
 def test_a_graph_without_lanes_goes_on_from_the_global_states():

@@ -7,27 +7,23 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, MultiDiscrete, Tuple
 from reference import apply, assert_same, snapshot
 from toys import (
+    Acts,
     Constant,
     Counting,
-    Ledger,
     Lively,
     Memory,
     Nested,
     NestedMemory,
-    Noted,
     Plain,
+    Scripted,
     Shaky,
-    Stepped,
 )
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
-from rollpipe.pipes.data.fragment import Tick
-from rollpipe.pipes.data.nested import leaves
-from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.steps import Steps
@@ -39,52 +35,6 @@ def f32(*x):
 
 def ticks(source, actor, n, n_envs=None, **kwargs):
     return list(islice(EnvStepper(source, actor, n_envs, **kwargs), n))
-
-
-def test_ticks_by_hand():
-    "One tick per step of the batch: what was seen, what was done, what followed."
-    first, second, third = ticks(
-        [lambda: Counting([(2, "trunc")], 0), lambda: Counting([(3, "term")], 1)], Plain(), 3
-    )
-    assert isinstance(first, Tick) and first.lane == 0 and first.version == 0
-    assert first.state.fin.tolist() == [True, True] and first.state.stepno.tolist() == [0, 0]
-    assert first.state.obs.tolist() == [
-        [0, 0, 0, 0],
-        [1, 0, 0, 0],
-    ] and first.state.rew.tolist() == [0, 0]
-    assert first.next.act.tolist() == [0, 0] and first.next.rew.tolist() == [1, 1]
-    assert_same(first.next, second.state)
-    assert second.next.act.tolist() == [3, 3]  # (step 1 + reward 1 + stepno 1) % 5
-    assert second.next.rew.tolist() == [np.float32(2.3), np.float32(2.3)]
-    assert second.next.fin.tolist() == [True, False] and second.term.tolist() == [False, False]
-    assert second.next.obs.tolist() == [
-        [0, 1, 0, 3],
-        [1, 0, 2, 3],
-    ] and second.next.stepno.tolist() == [0, 2]
-    assert list(second.final) == [0] and second.final[0][0].tolist() == [0, 0, 2, 3]
-    assert (
-        third.next.fin.tolist() == [False, True]
-        and third.term.tolist() == [False, True]
-        and third.final == {}
-    )
-    assert second.env["count"].tolist() == [2, 2] and second.valid.tolist() == [True, True]
-
-
-@pytest.mark.parametrize(
-    "source, actor",
-    [
-        (Nested, NestedMemory()),
-        (Lively, GaussianPolicy.for_env(Lively)),
-        (Counting, CategoricalPolicy.for_env(Counting)),
-    ],
-)
-def test_no_tick_is_overwritten(source, actor):
-    fields = lambda tick: tick[:10]
-    kept = [
-        (fields(t), snapshot(fields(t))) for t in islice(EnvStepper(source, actor, 3, seed=0), 20)
-    ]
-    for tick, as_received in kept:
-        assert_same(tick, as_received)
 
 
 def test_virtual_reactions_have_no_consequences():
@@ -128,96 +78,37 @@ def test_all_ticks_of_an_iteration_have_one_source():
     assert done["more"].tolist() == [[2, 2]] and not any(x.requires_grad for x in done.values())
 
 
-@pytest.mark.parametrize("source", [Counting, Nested])
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_steps_can_be_written_into_rows_of_others(source, n):
-    "Then ticks come again, as if nothing had happened, whatever becomes of those rows."
-    actor = Memory() if source is Counting else NestedMemory()
-    expected = ticks(source, actor, n + 4, 2)
-    items = iter(EnvStepper(source, actor, 2))
-    first = next(items)
-    ours = Rows(first.next, n + 1)
-    ours.put(0, first.next)
-    assert first.source.collect_into(ours)
-    tick = next(items)
-    found = first.source.collected
-    for t, wanted in enumerate(expected[1 : n + 1], 1):
-        assert_same(apply(lambda x, t=t: x[t], ours.state), wanted.next)
-        assert_same(ours.term[t], wanted.term)
-    assert_same((tick.state, tick.hx), (first.next, first.next_hx))
-    assert_same((tick.next, tick.next_hx, tick.term), (wanted.next, wanted.next_hx, wanted.term))
-    for x, wanted in zip(
-        zip(found.reports, found.env, found.valid, strict=True), expected[1 : n + 1], strict=True
-    ):
-        assert_same(x, (wanted.actor, wanted.env, wanted.valid))
-    ends = [
-        (t, b, *final)
-        for t, wanted in enumerate(expected[1 : n + 1])
-        for b, final in wanted.final.items()
-    ]
-    for end, wanted in zip(found.ends, ends, strict=True):
-        assert_same((end.t, end.b, end.obs, end.hx), wanted)
-    for x in leaves(ours.state):
-        x.fill(0)
-    for tick, wanted in zip(islice(items, 3), expected[n + 1 :], strict=True):
-        assert_same(tick[:10], wanted[:10])
-
-
 def test_the_actor_is_shown_tensors_of_one_step():
-    seen = []
+    shown = set()
 
-    class Look(Actor):
-        def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-            assert not torch.is_grad_enabled()
-            seen.append(
-                (
-                    obs.dtype,
-                    obs.shape,
-                    act.dtype,
-                    act.shape,
-                    rew.dtype,
-                    rew.shape,
-                    fin.dtype,
-                    stepno.dtype,
-                )
-            )
-            return torch.zeros(1, 2, 3), (), {}
+    def note(x):
+        assert not torch.is_grad_enabled()
+        shown.add(tuple((y.dtype, tuple(y.shape)) for y in (x.obs, x.act, x.rew, x.fin, x.stepno)))
 
-    class Exact(Noted):
-        observation_space = Box(-1, 1, (4,), np.float64)
-        action_space = Box(-1, 1, (3,), np.float64)
+    def exact():
+        return Scripted(
+            observation_space=Box(-1, 1, (4,), np.float64),
+            action_space=Box(-1, 1, (3,), np.float64),
+            see=np.full(4, 1 / 3),
+            before={"step": lambda env: taken.add(env.action.dtype)},
+        )
 
-        def reset(self, **kwargs):
-            super().reset(**kwargs)
-            return np.full(4, 1 / 3), {}
-
-        def step(self, action):
-            assert action.dtype == np.float64
-            return np.full(4, 1 / 3), 1, False, False, {}
-
-    last = ticks(Exact, Look(), 3, 2)[-1]
-    shown = (torch.float32, (1, 2, 4), (1, 2, 3), torch.float32, (1, 2), torch.bool, torch.int64)
-    assert {(o, tuple(x), tuple(a), r, tuple(y), d, n) for o, x, _, a, r, y, d, n in seen} == {
-        shown
+    taken = set()
+    last = ticks(exact, Acts(np.zeros(3, np.float32), before=note), 3, 2)[-1]
+    wide = torch.float32, (1, 2, 4)
+    one = (1, 2)
+    assert shown == {
+        (
+            wide,
+            (torch.float32, (1, 2, 3)),
+            (torch.float32, one),
+            (torch.bool, one),
+            (torch.int64, one),
+        )
     }
+    assert taken == {np.dtype(np.float64)}
     assert last.next.obs.dtype == np.float64 and (last.next.obs == 1 / 3).all()  # recorded in full
     assert last.next.rew.dtype == np.float32
-
-
-def test_the_environment_is_stepped_in_order_with_its_own_action():
-    log = []
-
-    class Tell(Counting):
-        def step(self, action):
-            log.append((self.tag, action))
-            return super().step(action)
-
-    class Each(Plain):
-        def forward(self, obs, *rest, **context):
-            return obs[..., 0].long(), (), {}
-
-    ticks([partial(Tell, tag=tag) for tag in range(3)], Each(), 2)
-    assert log == [(0, 0), (1, 1), (2, 2)] * 2
 
 
 # --- sources
@@ -272,35 +163,24 @@ def test_a_factory_may_ask_for_its_seed():
     assert seeds == again
 
 
-def test_environments_are_seeded_once():
-    Ledger.clear()
-    ticks(lambda: Counting([(2, "term")]), Plain(), 9, 2, seed=0)
-    assert len(Ledger.seeds) == 2 * 5 and all(isinstance(s, int) for s in Ledger.seeds[:2])
-    assert Ledger.seeds[2:] == [None] * 8
-
-
 # --- actions and observations
 
 
-def acting(space, tamper=None):
-    "An environment for one action space that keeps what it was given."
+def acting(space, tamper=lambda action: None):
+    "`(factory, list)`: an environment for one action space, and the actions that it was given."
+    given = []
 
-    class Acting(Noted):
-        observation_space = Box(-1, 1, (1,))
-        action_space = space
-        given = []
+    def make():
+        return Scripted(
+            observation_space=Box(-1, 1, (1,)),
+            action_space=space,
+            see=np.zeros(1, np.float32),
+            ends=(False, False),
+            before={"step": lambda env: given.append(snapshot(env.action))},
+            tell=lambda env: tamper(env.action) or {},
+        )
 
-        def reset(self, **kwargs):
-            super().reset(**kwargs)
-            return np.zeros(1, np.float32), {}
-
-        def step(self, action):
-            self.given.append(snapshot(action))
-            if tamper:
-                tamper(action)
-            return np.zeros(1, np.float32), 0.0, False, False, {}
-
-    return Acting
+    return make, given
 
 
 class Says(Constant):
@@ -314,22 +194,11 @@ class Says(Constant):
         return apply(lambda x: x.expand(*fin.shape, *x.shape).clone(), self.answer), (), {}
 
 
-def test_actions_are_recorded_as_chosen_and_clipped_for_the_environment():
-    env = acting(Box(f32(-1, -np.inf), f32(1, 5)))
-    tick = ticks(env, Says(f32(-3, -70)), 1)[0]
-    assert tick.next.act.tolist() == [[-3, -70]] and env.given[0].tolist() == [-1, -70]
-    env = acting(Box(-1, 1, (2,)))
-    ticks(env, Says(f32(-3, 70)), 1, clip_actions=False)
-    assert env.given[0].tolist() == [-3, 70]
-    env = acting(Dict(a=Tuple((Box(-1, 1, ()), Box(0, 2, (1,)))), b=MultiDiscrete([3, 3])))
-    tick = ticks(env, Says({"a": (np.float32(-4), f32(7)), "b": np.array([2, 1])}), 1)[0]
-    assert_same(
-        env.given[0], {"a": (np.float32(-1), np.array([2], np.float32)), "b": np.array([2, 1])}
-    )
-    assert_same(
-        tick.next.act,
-        {"a": (np.array([-4], np.float32), np.array([[7]], np.float32)), "b": np.array([[2, 1]])},
-    )
+@pytest.mark.parametrize("clip, taken", [(True, [-1, -70]), (False, [-3, -70])])
+def test_actions_are_recorded_as_chosen_and_clipped_for_the_environment(clip, taken):
+    env, given = acting(Box(f32(-1, -np.inf), f32(1, 5)))
+    (tick,) = ticks(env, Says(f32(-3, -70)), 1, clip_actions=clip)
+    assert tick.next.act.tolist() == [[-3, -70]] and given[0].tolist() == taken
 
 
 def spoil(action):
@@ -350,7 +219,7 @@ def spoil(action):
 @pytest.mark.parametrize("clip", [True, False])
 def test_an_environment_may_change_its_action_in_place(space, answer, clip):
     "The record keeps what the actor chose, and the actor is shown that."
-    env = acting(space, spoil)
+    env, _ = acting(space, spoil)
     shown = []
 
     class Watch(Says):
@@ -365,31 +234,6 @@ def test_an_environment_may_change_its_action_in_place(space, answer, clip):
         assert_same(act, expected)
     for act in shown[1:]:
         assert_same(act, apply(lambda x: x[None], expected))
-
-
-def test_an_environment_may_reuse_its_buffers():
-    class Reuses(Counting):
-        def __init__(self):
-            super().__init__([(3, "trunc"), (2, "term")])
-            self.buffer = np.zeros(4, np.float32)
-            self.info = {"at": np.zeros(1)}
-
-        def look(self):
-            self.buffer[:] = super().look()
-            return self.buffer
-
-        def step(self, action):
-            obs, rew, term, trunc, info = super().step(action)
-            self.info["at"][0] = info["count"]
-            return obs, rew, term, trunc, self.info
-
-    [f], [g] = (
-        list(islice(FragmentCollector(EnvStepper(env, Plain(), 2), 9), 1))
-        for env in (Reuses, lambda: Counting([(3, "trunc"), (2, "term")]))
-    )
-    assert_same(f.state, g.state)
-    assert_same(f.final.obs, g.final.obs)
-    assert f.env["at"][..., 0].tolist() == g.env["count"].tolist()
 
 
 def test_zero_dimensional_and_mixed_observations():
@@ -413,37 +257,23 @@ def test_zero_dimensional_and_mixed_observations():
     ]
 
 
-class Deep(Stepped):
-    "Integers with which torch hardly computes."
-
-    observation_space = Dict(
+Deep = partial(  # integers with which torch hardly computes
+    Scripted,
+    [(3, "trunc")],
+    observation_space=Dict(
         depth=Box(0, 65535, (2,), np.uint16), step=MultiDiscrete([9], dtype=np.uint64)
-    )
-    action_space = gym.spaces.Discrete(2)
-
-    def look(self):
-        return dict(
-            depth=np.full(2, 60_000 + self.count, np.uint16), step=np.array([self.count], np.uint64)
-        )
-
-    def ends(self):
-        return False, self.count == 3
+    ),
+    see=lambda env: dict(depth=np.uint16([60_000 + env.count] * 2), step=np.uint64([env.count])),
+)
 
 
 def test_unsigned_integers_of_many_bits():
-    policy = CategoricalPolicy.for_env((Deep.observation_space, Deep.action_space))
+    policy = CategoricalPolicy.for_env(Deep)
     steps = list(islice(Steps(FragmentCollector(EnvStepper(Deep, policy), 4)), 8))
-    assert [x.next_state["step"].item() for x in steps] == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert [x.next_state["depth"].tolist() for x in steps] == [
-        [60_000 + n] * 2 for n in (1, 2, 3, 1, 2, 3, 1, 2)
-    ]
-    assert policy.predict(Deep.observation_space.sample())[0] in (0, 1)
-
-
-def test_buttons():
-    env = acting(MultiBinary(3))
-    ticks(env, Says(torch.tensor([1, 0, 1], dtype=torch.int8)), 1)
-    assert env.given[0].tolist() == [1, 0, 1]
+    numbers = [1, 2, 3, 1, 2, 3, 1, 2]
+    assert [x.next_state["step"].item() for x in steps] == numbers
+    assert [x.next_state["depth"].tolist() for x in steps] == [[60_000 + n] * 2 for n in numbers]
+    assert policy.predict(Deep().observation_space.sample())[0] in range(5)
 
 
 @pytest.mark.parametrize(
@@ -462,77 +292,6 @@ def test_without_exploration_the_actor_answers_with_the_mode(policy, source):
 
 
 # --- infos
-
-
-class Informed(Counting):
-    "Infos come from a list of dicts, one per step."
-
-    def __init__(self, infos):
-        super().__init__([(99, "term")])
-        self.infos = iter(infos)
-
-    def step(self, action):
-        return (*super().step(action)[:4], next(self.infos))
-
-
-def infos(*rows, **kwargs):
-    return [t.env for t in ticks(lambda: Informed(rows), Plain(), len(rows), **kwargs)]
-
-
-def test_numeric_infos_are_recorded():
-    a, b = infos(
-        {
-            "x": 1.5,
-            "n": 3,
-            "ok": True,
-            "v": np.arange(2),
-            "d": {"deep": (1, 2.5)},
-            "s": "no",
-            "o": object(),
-        },
-        {
-            "x": 2.5,
-            "n": 4,
-            "ok": False,
-            "v": np.arange(2),
-            "d": {"deep": (1, 3.5)},
-            "s": "no",
-            "o": object(),
-        },
-    )
-    assert sorted(a) == sorted(b) == ["d", "n", "ok", "v", "x"]
-    assert b["x"].tolist() == [2.5] and b["n"].tolist() == [4] and b["ok"].tolist() == [False]
-    assert b["v"].tolist() == [[0, 1]] and b["d"]["deep"][1].tolist() == [3.5]
-
-
-def test_infos_that_come_and_go():
-    "A missing number is nan and gets a mask, and a new one is recorded, with a mask from the beginning."
-    a, b = infos({"x": 1.5}, {"late": 2})
-    assert a["x"].tolist() == [1.5] and list(a) == ["x"] and set(b) == {"x", "_x", "late", "_late"}
-    assert (
-        np.isnan(b["x"]).all()
-        and b["_x"].tolist() == [False]
-        and b["late"].tolist() == [2]
-        and b["_late"].tolist() == [True]
-    )
-    a, b = infos({"other": 1}, {"late": 2.0}, info_keys=["late"])
-    assert a == {} and b["late"].tolist() == [2] and b["_late"].tolist() == [True] and len(b) == 2
-
-
-def test_an_info_that_begins_as_an_integer_keeps_its_fractions():
-    "A Python number may be 0 at first and 0.5 later: nothing is rounded off in silence."
-    a, b = infos({"x": 0}, {"x": 0.5})
-    assert b["x"].tolist() == [0.5]
-
-
-def test_none_is_no_number_and_may_become_something_else():
-    a, b = infos({"winner": None, "x": 1}, {"winner": "me", "x": 2})
-    assert list(a) == list(b) == ["x"]
-
-
-def test_a_source_of_several_environments_has_columns_for_all():
-    rows = ticks([lambda: Informed([{"x": 1.0}]), lambda: Informed([{"x": 2.0}])], Plain(), 1)
-    assert rows[0].env["x"].tolist() == [1, 2]
 
 
 # --- a recurrent state that begins at a parameter

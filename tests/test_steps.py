@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes
 from reference import Solo, apply, assert_same, flatten
-from toys import Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
+from toys import Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, factories, judge
 
 from rollpipe.pipes import (
     AdvantageBuffer,
     DataError,
-    DataLoader2,
     EnvError,
     EnvStepper,
     EpisodeCollector,
@@ -27,7 +26,6 @@ from rollpipe.pipes import (
     FragmentStacker,
     Lanes,
     Minibatcher,
-    NStep,
     State,
     StepMerger,
     WithImage,
@@ -42,12 +40,7 @@ MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"))
 
 
 def collector(plans=(MIXED,), n_steps=5, env=Counting, actor=Plain):
-    return FragmentCollector(
-        EnvStepper(
-            [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)], actor()
-        ),
-        n_steps,
-    )
+    return FragmentCollector(EnvStepper(factories(env, plans), actor()), n_steps)
 
 
 def numbers(step):
@@ -116,24 +109,6 @@ def test_types_and_shapes_are_those_documented():
         )
 
 
-def test_order_is_time_by_time_then_environment_by_environment():
-    steps = list(islice(Steps(collector([MIXED] * 3)), 30))
-    assert [int(s.env_id) for s in steps] == [0, 1, 2] * 10
-    assert [int(s.step_n) for s in steps[::3]] == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1]
-
-
-def test_lanes_go_on_each_for_itself_and_joining_them_changes_nothing():
-    pipe = Lanes(collector([MIXED, ((2, "trunc"),)]), 3)
-    steps = list(islice(Steps(pipe), 5 * 2 * 3 * 4))
-    for n in (2, 3, 4):
-        joined = islice(Steps(FragmentStacker(pipe, n)), len(steps))
-        for a, b in zip(steps, joined):
-            assert_same(a._asdict(), b._asdict())
-    for lane in range(3):
-        own = [s for s in steps if s.proc_id == lane and s.env_id == 0]
-        assert [int(s.episode_n) for s in own[:12]] == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 4, 4]
-
-
 def test_advantages_travel_along():
     pipe = AdvantageBuffer(collector([MIXED] * 2), judge)
     steps = list(islice(Steps(pipe), 10))
@@ -162,33 +137,6 @@ def test_the_totals_of_an_episode_whose_beginning_was_not_seen_are_unknown():
             assert n >= 5 and torch.isnan(step.total_reward)
         else:
             assert float(step.total_reward) == whole[0, env, episode + env, n]
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        lambda a, b, c: [a, c],
-        lambda a, b, c: [a, a],
-        lambda a, b, c: [b, a],
-        lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3)),
-        lambda a, b, c: list(Minibatcher(IterableWrapper([a, b, c]), 5, seed=0)),
-    ],
-)
-def test_refuses_fragments_out_of_order(break_it):
-    fragments = break_it(*islice(collector(), 3))
-    with pytest.raises(
-        DataError, match="Steps, lane 0: fragments must come whole and in the order of collecting"
-    ):
-        list(Steps(IterableWrapper(fragments)))
-
-
-def test_refuses_other_items():
-    with pytest.raises(DataError, match="Fragments are wanted here"):
-        list(Steps(EnvStepper(Counting, Plain())))
-    with pytest.raises(DataError, match="Steps are wanted here"):
-        list(Fragments(collector(), 2))
-    with pytest.raises(TypeError):
-        len(Steps(collector()))
 
 
 # --- the helpers of Step
@@ -248,53 +196,6 @@ def test_nested_observations_and_actions():
 # --- torchdata's own pipes
 
 
-def finished(step):
-    return bool(step.terminated | step.truncated)
-
-
-def whose(step):
-    return numbers(step)[:3]
-
-
-def test_filter_shuffle_and_batch():
-    lengths = {s.step_n.item() + 1 for s in islice(Steps(collector()).filter(finished), 8)}
-    assert lengths == {3, 4, 1, 2}
-    all_steps = [numbers(s) for s in islice(Steps(collector([MIXED] * 2)), 40)]
-    shuffled = (
-        IterableWrapper(list(islice(Steps(collector([MIXED] * 2)), 40)), deepcopy=False)
-        .shuffle()
-        .set_seed(3)
-    )
-    batches = list(shuffled.batch(16, wrapper_class=Step.stack))
-    assert [b.reward.shape[0] for b in batches] == [16, 16, 8] and batches[0].state.shape == (16, 4)
-    seen = [
-        tuple(map(int, row))
-        for b in batches
-        for row in zip(b.proc_id, b.env_id, b.episode_n, b.step_n)
-    ]
-    assert seen != all_steps and sorted(seen) == sorted(all_steps)
-
-
-def test_n_step_groups_hold_successive_steps_of_one_episode():
-    steps = IterableWrapper(
-        list(islice(Steps(Lanes(collector([MIXED] * 2), 2)), 80)), deepcopy=False
-    )
-    groups = list(steps.groupby(whose, group_size=2))
-    assert sum(map(len, groups)) == 80
-    for group in groups:
-        assert [int(s.step_n) for s in group] == list(
-            range(int(group[0].step_n), int(group[0].step_n) + len(group))
-        )
-        assert all(torch.equal(a.next_state, b.state) for a, b in zip(group, group[1:]))
-        assert not any(finished(s) for s in group[:-1]) and len({whose(s) for s in group}) == 1
-    # first to last: the sum of the rewards is the growth of the total
-    for group in groups:
-        before = float(group[0].total_reward - group[0].reward)
-        assert float(sum(s.reward for s in group)) == pytest.approx(
-            float(group[-1].total_reward) - before, abs=1e-3
-        )
-
-
 # --- back to fragments
 
 SAME = ("state", "term", "valid", "lane", "seq")
@@ -349,40 +250,6 @@ def test_refuses_environments_that_take_unequal_numbers_of_steps(plan, n_steps):
         list(Fragments(Steps(Limit(pipe, 9)), n_steps))
 
 
-def test_regained_fragments_are_fit_for_the_pipes_below():
-    again = FragmentStacker(
-        AdvantageBuffer(Fragments(Steps(Lanes(collector([MIXED] * 2), 2)), 5), judge), 2
-    )
-    direct = FragmentStacker(AdvantageBuffer(Lanes(collector([MIXED] * 2), 2), judge), 2)
-    for a, b in zip(islice(again, 3), direct):
-        assert_same(a.adv, b.adv)
-        assert [m.n_envs for m in Minibatcher(IterableWrapper([a]), 8, seed=0)] == [8, 8, 4]
-
-
-@pytest.mark.parametrize(
-    "break_it", [lambda s: s[1:2] + s[:1], lambda s: s[:1] + s[2:], lambda s: s[:3] + s[4:]]
-)
-def test_refuses_steps_that_do_not_follow_one_another(break_it):
-    steps = break_it(list(islice(Steps(collector()), 8)))
-    with pytest.raises(
-        DataError,
-        match=r"lane 0, environment 0: the steps of an environment must follow one another. Expected step \d",
-    ):
-        list(Fragments(IterableWrapper(steps, deepcopy=False), 3))
-
-
-def test_refuses_batches_late_environments_and_bad_lengths():
-    steps = list(islice(Steps(collector()), 6))
-    with pytest.raises(DataError, match="env_id: single steps"):
-        list(Fragments(IterableWrapper([Step.stack(steps)]), 3))
-    late = [*steps, steps[0]._replace(env_id=torch.tensor(1))]
-    with pytest.raises(DataError, match="a new environment among"):
-        list(Fragments(IterableWrapper(late, deepcopy=False), 3))
-    for n in (0, 2.0, True):
-        with pytest.raises(DataError, match="n_steps >= 1"):
-            Fragments(Steps(collector()), n)
-
-
 # --- what else yields fragments
 
 
@@ -401,17 +268,8 @@ def test_whole_episodes():
     ]
 
 
-def test_a_terminal_observation_that_was_recorded_is_the_next_state():
-    fragment = next(iter(collector([((3, "trunc"),)], 4)))
-    ended = fragment._replace(term=fragment.state.fin)
-    assert next(s for s in Steps(IterableWrapper([ended])) if s.terminated).next_state[2] == 3
-
-
 def test_resting_environments_take_no_steps():
-    makers = [
-        lambda plan=plan, tag=tag: Counting(plan, tag)
-        for tag, plan in enumerate([MIXED, ((9, "trunc"),)])
-    ]
+    makers = factories(Counting, [MIXED, ((9, "trunc"),)])
     steps = list(islice(Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6)), 40))
     other = [s for s in islice(Steps(collector([MIXED])), 60)]
     own = [s for s in steps if s.env_id == 0]
@@ -425,23 +283,6 @@ def test_resting_environments_take_no_steps():
 
 
 # --- copies and pictures
-
-
-def test_run_in_a_loader():
-    pipe = (
-        Limit(Steps(Lanes(collector(), 2, seed=0)), 20)
-        .filter(finished)
-        .batch(2, wrapper_class=Step.stack)
-    )
-    with DataLoader2(pipe) as loader:
-        loaded = list(loader)
-    assert_same([b._asdict() for b in loaded], [b._asdict() for b in pipe])
-
-
-def test_survive_a_copy_of_the_graph():
-    for pipe in (Limit(Steps(collector()), 12), Limit(Fragments(Steps(collector()), 3), 3)):
-        for a, b in zip(pipe, copy.deepcopy(pipe)):
-            assert_same(a._asdict(), b._asdict())
 
 
 class Painted(Counting):
@@ -508,7 +349,23 @@ def naive_merged(steps, i, n, gamma):
     return total, weight, m, steps[i + m - 1]
 
 
-@pytest.mark.slow
+def of_fragments(plans, n_steps, lanes, joined):
+    return Steps(FragmentStacker(Lanes(collector(plans, n_steps), lanes, seed=0), joined))
+
+
+def of_episodes(plans, n_steps, lanes, joined):
+    makers = factories(Counting, plans)
+    ticks = Lanes(EnvStepper(makers, Plain(), terminal_obs=True), lanes, seed=0)
+    return Steps(EpisodeCollector(ticks, batch=joined, pad=True))
+
+
+def of_resting(plans, n_steps, lanes, joined):
+    ticks = EnvStepper(factories(Counting, plans), Plain(), sticky=n_steps)
+    return Steps(Lanes(FragmentCollector(ticks, n_steps), lanes, seed=0))
+
+
+@pytest.mark.slow_but_one
+@pytest.mark.parametrize("source", [of_fragments, of_episodes, of_resting])
 @fast
 @given(
     plans=st.lists(episodes, min_size=1, max_size=3),
@@ -518,55 +375,32 @@ def naive_merged(steps, i, n, gamma):
     lanes=st.integers(1, 2),
     joined=st.integers(1, 2),
 )
-def test_merged_steps_against_the_sum(plans, n_steps, n, gamma, lanes, joined):
-    "Over several fragments, lanes and environments; at the end of the stream, too."
+def test_merged_steps_against_the_sum(source, plans, n_steps, n, gamma, lanes, joined):
+    "Over several fragments, lanes and environments, and at the end of the stream. Padding and rest are no steps."
 
-    def source():
-        return Limit(
-            Steps(FragmentStacker(Lanes(collector(plans, n_steps), lanes, seed=0), joined)), 40
-        )
+    def steps():
+        return Limit(source(plans, n_steps, lanes, joined), 40)
 
     columns = defaultdict(list)
     merged = defaultdict(list)
-    for step in source():
+    for step in steps():
         columns[numbers(step)[:2]].append(step)
-    for x in StepMerger(source(), n, gamma):
+    for x in StepMerger(steps(), n, gamma):
         merged[numbers(x)[:2]].append(x)
     assert merged.keys() == columns.keys()
-    for key, steps in columns.items():
-        assert len(merged[key]) == len(steps)
-        for i, (step, x) in enumerate(zip(steps, merged[key])):
-            total, discount, m, last = naive_merged(steps, i, n, gamma)
-            assert (
-                numbers(x) == numbers(step)
-                and x.n_steps == m
-                and numbers(last)[:3] == numbers(x)[:3]
-            )
-            assert (
-                x.reward.dtype is x.discount.dtype is torch.float32
-                and x.n_steps.dtype is torch.int64
-            )
+    for key, steps_of_env in columns.items():
+        assert len(merged[key]) == len(steps_of_env)
+        for i, (step, x) in enumerate(zip(steps_of_env, merged[key])):
+            total, discount, m, last = naive_merged(steps_of_env, i, n, gamma)
+            assert numbers(x) == numbers(step) and numbers(last)[:3] == numbers(x)[:3]
+            assert (x.n_steps, x.n_steps.dtype) == (m, torch.int64)
+            assert x.reward.dtype is x.discount.dtype is torch.float32
             np.testing.assert_allclose([x.reward, x.discount], [total, discount], rtol=1e-6)
-            assert torch.equal(x.state, step.state) and torch.equal(x.action, step.action)
-            assert torch.equal(x.next_state, last.next_state)
-            assert (bool(x.terminated), bool(x.truncated)) == (
-                bool(last.terminated),
-                bool(last.truncated),
-            )
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_merged_steps_are_the_n_step_returns_of_fragments(n):
-    "Where a sum does not reach the fragment's end; `NStep` computes it from other arrays."
-    plans = (MIXED, ((6, "trunc"), (5, "term")))
-    n_steps = 12
-    s = next(iter(NStep(collector(plans, n_steps), n, 0.9)))
-    target = s.target(judge(s.fragment.state.obs), judge(s.fragment.final.obs))
-    merged = list(islice(StepMerger(Steps(collector(plans, n_steps)), n, 0.9), 4 * n_steps))
-    for b in range(len(plans)):
-        for t, x in zip(range(n_steps - n), (x for x in merged if x.env_id == b)):
-            assert x.n_steps == s.n_steps[t, b]
-            torch.testing.assert_close(x.reward + x.discount * judge(x.next_state), target[t, b])
+            same = dict(state=step.state, action=step.action, next_state=last.next_state)
+            for name, expected in same.items():
+                assert torch.equal(getattr(x, name), expected)
+            ends = last.terminated, last.truncated
+            assert torch.equal(torch.stack([x.terminated, x.truncated]), torch.stack(ends))
 
 
 def test_merged_steps_by_hand():
@@ -598,59 +432,50 @@ def test_merged_steps_of_containers_are_stacked_and_leave_the_steps_alone():
     )
 
 
-def test_steps_that_cannot_be_merged_are_refused():
-    steps = list(Limit(Steps(collector()), 9))
+# --- what is out of order
 
-    def merged(steps, **kwargs):
-        return list(StepMerger(IterableWrapper(steps), **{"n": 2, **kwargs}))
-
-    with pytest.raises(
-        DataError,
-        match="StepMerger, lane 0, environment 0: the steps of an environment must .* step 1 of episode 0",
-    ):
-        merged(steps[:1] + steps[2:])
-    with pytest.raises(DataError, match="must follow one another"):
-        merged(steps[:2] + steps[1:])
-    with pytest.raises(DataError, match="must follow one another"):
-        merged(steps[::-1])
-    with pytest.raises(DataError, match="single steps are wanted here, not a batch"):
-        merged([Step.stack(steps)])
-    with pytest.raises(DataError, match="StepMerger.*Expected"):
-        merged(collector())
-    with pytest.raises(DataError, match="Expected an integer n >= 1, got n=0"):
-        merged(steps, n=0)
-    for gamma in (-0.1, 1.1, float("nan")):
-        with pytest.raises(DataError, match=f"Expected 0 <= gamma <= 1, got gamma={gamma}"):
-            merged(steps, gamma=gamma)
+IN_A_ROW = "environment 0: the steps of an environment must follow one another. Expected step {}"
+MESSAGES = {  # pipe, change of the first nine steps -> message
+    "fragments, turned": (Fragments, lambda s: s[1:2] + s[:1], IN_A_ROW.format(r"\d")),
+    "fragments, one left out": (Fragments, lambda s: s[:1] + s[2:], IN_A_ROW.format(r"\d")),
+    "fragments, the end left out": (Fragments, lambda s: s[:2] + s[3:], IN_A_ROW.format(r"\d")),
+    "fragments, a batch": (Fragments, lambda s: [Step.stack(s)], "env_id: single steps"),
+    "fragments, a late environment": (
+        Fragments,
+        lambda s: [*s, s[0]._replace(env_id=torch.tensor(1))],
+        "a new environment among",
+    ),
+    "merger, one left out": (
+        StepMerger,
+        lambda s: s[:1] + s[2:],
+        IN_A_ROW.format("1 of episode 0"),
+    ),
+    "merger, one twice": (StepMerger, lambda s: s[:2] + s[1:], "must follow one another"),
+    "merger, turned": (StepMerger, lambda s: s[::-1], "must follow one another"),
+    "merger, a batch": (StepMerger, lambda s: [Step.stack(s)], "single steps are wanted here"),
+}
 
 
-@pytest.mark.parametrize("kind", ["whole episodes", "resting environments"])
-def test_merged_steps_of_other_fragments(kind):
-    "Padding and rest are no steps, and no sum is missing one."
+@pytest.mark.parametrize("name", MESSAGES)
+def test_steps_out_of_order_are_refused(name):
+    pipe, change, text = MESSAGES[name]
+    steps = change(list(islice(Steps(collector()), 9)))
+    with pytest.raises(DataError, match=f"^{pipe.__name__}, .*{text}"):
+        list(pipe(IterableWrapper(steps, deepcopy=False), 3))
 
-    def source():
-        makers = [
-            lambda plan=plan, tag=tag: Counting(plan, tag)
-            for tag, plan in enumerate([MIXED, ((5, "trunc"),)])
-        ]
-        if kind == "whole episodes":
-            return Steps(
-                EpisodeCollector(EnvStepper(makers, Plain(), terminal_obs=True), batch=2, pad=True)
-            )
-        return Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6))
 
-    columns = defaultdict(list)
-    for step in islice(source(), 50):
-        columns[int(step.env_id)].append(step)
-    merged = list(islice(StepMerger(source(), 3, 0.5), 40))
-    for env, steps in columns.items():
-        for i, x in enumerate(x for x in merged if x.env_id == env):
-            total, discount, m, last = naive_merged(steps, i, 3, 0.5)
-            assert (numbers(x), int(x.n_steps), float(x.discount)) == (
-                numbers(steps[i]),
-                m,
-                discount,
-            )
-            assert float(x.reward) == pytest.approx(total) and torch.equal(
-                x.next_state, last.next_state
-            )
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a, b, c: [a, c],
+        lambda a, b, c: [a, a],
+        lambda a, b, c: [b, a],
+        lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3)),
+        lambda a, b, c: list(Minibatcher(IterableWrapper([a, b, c]), 5, seed=0)),
+    ],
+)
+def test_fragments_out_of_order_are_refused(change):
+    fragments = change(*islice(collector(), 3))
+    text = "Steps, lane 0: fragments must come whole and in the order of collecting"
+    with pytest.raises(DataError, match=text):
+        list(Steps(IterableWrapper(fragments)))

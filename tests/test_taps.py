@@ -1,6 +1,5 @@
 "Taps: what they tell, against plain loops; that they change nothing; and the life of every pipe that is neither source nor batch."
 
-import pickle
 from itertools import islice
 
 import gymnasium as gym
@@ -10,12 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes as plans
-from reference import apply, assert_same, snapshot
+from reference import apply
 from toys import (
-    Brief,
     Counting,
-    Failing,
-    Ledger,
     Limit,
     Lively,
     Memory,
@@ -36,26 +32,17 @@ from rollpipe.pipes import (
     EpisodeStats,
     FragmentCollector,
     FragmentStacker,
-    FrameStack,
     Lanes,
-    NStep,
-    ObservationCast,
     Pipe,
-    RewardScaler,
     Tap,
-    ToDevice,
     invariants,
 )
 from rollpipe.pipes.data.fragment import Tick
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import (
-    DataLoader2,
-    InProcessReadingService,
     IterableWrapper,
-    traverse_dps,
 )
 from rollpipe.pipes.taps import EpisodeEnd, EpisodeSums, Rate, Throughput
-from rollpipe.testing import check_pipe
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 fast = settings(deadline=None, max_examples=25)
@@ -254,33 +241,6 @@ class Pushing:
         return hx
 
 
-class Dropping(Pipe):
-    "Loses every third item."
-
-    def stream(self, items):
-        for k, item in enumerate(items):
-            if k % 3 != 1:
-                yield item
-
-
-@pytest.mark.parametrize("kind", ["ticks", "fragments"])
-def test_an_episode_that_was_not_seen_whole_is_not_reported(kind):
-    plan = [(2, "term"), (5, "trunc"), (3, "both")]
-
-    def pipe():
-        return (
-            EnvStepper(lambda: Counting(plan), Plain())
-            if kind == "ticks"
-            else FragmentCollector(EnvStepper(lambda: Counting(plan), Plain()), 4)
-        )
-
-    whole = []
-    seen = []
-    run(EpisodeStats(pipe(), whole.append), 90)
-    run(EpisodeStats(Dropping(pipe()), seen.append), 60)
-    assert 0 < len(seen) < len(whole) and set(seen) <= set(whole)
-
-
 def test_taps_pass_the_very_same_items():
     "And put nothing of their own into the stream."
 
@@ -342,23 +302,6 @@ def test_throughput_counts_valid_steps_only():
         3,
     )
     assert rates[1][:2] == (3, 18)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: Tap(p, None),
-        lambda p: EpisodeStats(p, 3),
-        lambda p: Throughput(p, []),
-        lambda p: Throughput(p, print, every=0),
-        lambda p: CheckInvariants(p, rate=2),
-    ],
-)
-def test_arguments(make):
-    with pytest.raises(
-        DataError, match=r"(Tap|EpisodeStats|Throughput|CheckInvariants): .*Expected"
-    ):
-        make(EnvStepper(Counting, Plain()))
 
 
 # --- invariants
@@ -488,28 +431,6 @@ def test_faults_are_found(fault):
         run(CheckInvariants(Faulty(healthy("policy")), rate=1), 12)
 
 
-def test_a_lost_border_is_found():
-    "Fragments whose row 0 is not the last row of the one before."
-
-    class Shifted(Pipe):
-        def stream(self, items):
-            for f in items:
-                yield changed(f, act=lambda x: torch.cat([x[:1] + 1, x[1:]]))
-
-    with pytest.raises(DataError, match="row 0 does not continue the fragment before"):
-        run(CheckInvariants(Shifted(healthy("memory")), rate=1), 3)
-
-
-def test_memory_that_was_not_reset_is_found():
-    class Stale(Pipe):
-        def stream(self, items):
-            for f in items:
-                yield f._replace(hx=apply(lambda x: x + 1, f.hx))
-
-    with pytest.raises(DataError, match="leaf hx.*memory was not reset"):
-        run(CheckInvariants(Stale(healthy("memory")), rate=1), 9)
-
-
 def test_data_of_older_weights_have_no_ratio_of_1():
     "What other weights collected is left alone; what claims to be fresh is not."
     policy = GaussianPolicy.for_env(Lively, seed=0)
@@ -562,146 +483,3 @@ def test_arguments_come_before_what_is_found_above():
 
 
 # --- the life of every pipe
-
-
-def stepper():
-    return EnvStepper(lambda: Lively(), GaussianPolicy.for_env(Lively, seed=0), 2, seed=1)
-
-
-def fragments():
-    return FragmentCollector(stepper(), 4)
-
-
-class Pictures(Lively):
-    observation_space = gym.spaces.Box(0, 255, (2, 3), np.uint8)
-
-    def reset(self, **kwargs):
-        _, info = super().reset(**kwargs)
-        return self.picture(), info
-
-    def step(self, action):
-        return (self.picture(), *super().step(action)[1:])
-
-    def picture(self):
-        return self.np_random.integers(0, 256, (2, 3)).astype(np.uint8)
-
-
-def nothing(x):
-    pass
-
-
-PIPES = {
-    "EpisodeCollector": lambda: EpisodeCollector(
-        EnvStepper(lambda: Brief(), GaussianPolicy.for_env(Lively, seed=0), 2, seed=1), 2
-    ),
-    "EpisodeStats": lambda: EpisodeStats(fragments(), nothing),
-    "Throughput": lambda: Throughput(fragments(), nothing),
-    "Tap": lambda: Tap(stepper(), nothing),
-    "CheckInvariants": lambda: CheckInvariants(
-        AdvantageBuffer(fragments(), lambda obs: obs.sum(-1)), 1
-    ),
-    "RewardScaler": lambda: RewardScaler(fragments()),
-    "ObservationCast": lambda: ObservationCast(fragments(), torch.float64),
-    "NStep": lambda: NStep(fragments(), 3),
-    "FrameStack": lambda: FrameStack(
-        FragmentCollector(EnvStepper(lambda: Pictures(), Idle(), 2, seed=1), 4), 3
-    ),
-    "ToDevice": lambda: ToDevice(fragments(), "cpu", ahead=1),
-}
-each_pipe = pytest.mark.parametrize("name", PIPES)
-
-
-class Idle:
-    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
-        return torch.zeros(*fin.shape, 2), (), {}
-
-    def reset(self, hx, at):
-        return hx
-
-
-def take(pipe, n=4):
-    return [snapshot(x[:10] if isinstance(x, Tick) else x) for x in islice(pipe, n)]
-
-
-@pytest.mark.slow_but_one
-@each_pipe
-def test_contract(name):
-    assert check_pipe(PIPES[name]) == []
-
-
-@pytest.mark.slow_but_one
-@each_pipe
-def test_iterations_and_loaders(name):
-    "A second iteration and a loader start afresh and yield the same."
-    pipe = PIPES[name]()
-    expected = take(pipe)
-    assert_same(take(pipe), expected)
-    for service in (None, InProcessReadingService()):
-        with DataLoader2(pipe, reading_service=service) as loader:
-            assert_same(take(loader), expected)
-    assert_same(take(pipe), expected)
-
-
-@each_pipe
-def test_copies_and_lengths(name):
-    pipe = PIPES[name]()
-    assert_same(take(pickle.loads(pickle.dumps(pipe))), take(pipe))
-    traverse_dps(pipe)
-    assert name in repr(pipe)
-    with pytest.raises(TypeError, match=f"^{name} has no length: "):
-        len(pipe)
-
-
-@each_pipe
-def test_environments_are_closed(name):
-    "When the stream is broken off, ends or fails."
-    pipe = PIPES[name]()
-    items = iter(pipe)
-    next(items)
-    assert Ledger.open()
-    items.close()
-    assert not Ledger.open()
-    with pytest.raises(ZeroDivisionError):
-        run(type(pipe)(Failing(pipe.pipe, 3), **extra(pipe)), 99)
-    assert not Ledger.open()
-    run(type(pipe)(Limit(pipe.pipe, 3), **extra(pipe)), 99)
-    assert not Ledger.open()
-
-
-def extra(pipe):
-    "The arguments that a pipe cannot do without."
-    need = {"see": nothing, "sink": nothing, "n": 2, "device": "cpu"}
-    return {k: v for k, v in need.items() if k in type(pipe).__init__.__code__.co_varnames}
-
-
-@each_pipe
-def test_what_is_no_tick_or_fragment_is_refused(name):
-    if name in ("Tap", "ToDevice"):
-        return
-    with pytest.raises(DataError, match="Expected|expected"):
-        run(type(PIPES[name]())(IterableWrapper([3]), **extra(PIPES[name]())), 9)
-
-
-def test_one_item_for_one_item():
-    "A length where the input has one."
-
-    class Three(Pipe):
-        def stream(self, items):
-            return iter(())
-
-        def __len__(self):
-            return 3
-
-    source = Three(IterableWrapper([]))
-    pipes = [
-        Tap(source, nothing),
-        EpisodeStats(source, nothing),
-        Throughput(source, nothing),
-        CheckInvariants(source),
-        RewardScaler(source),
-        ObservationCast(source),
-        NStep(source, 1),
-        FrameStack(source),
-        ToDevice(source, "cpu"),
-    ]
-    assert [len(pipe) for pipe in pipes] == [3] * len(pipes)

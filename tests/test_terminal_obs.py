@@ -13,9 +13,7 @@ from rollpipe.pipes import (
     AdvantageBuffer,
     EnvStepper,
     FragmentCollector,
-    FragmentStacker,
     Lanes,
-    NStep,
     Replay,
     nested,
     replayed,
@@ -88,25 +86,6 @@ def test_steps_and_fragments_of_them():
 
     for a, b in zip(sorted(steps, key=key), sorted(again, key=key)):
         assert torch.equal(a.next_state, b.next_state) and torch.equal(a.terminated, b.terminated)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_n_steps_reach_the_terminal_observation(n):
-    for a, b in both(lambda x: NStep(FragmentStacker(collector(x), 2), n)):
-        v = judge(a.fragment.state.obs)
-        assert torch.equal(
-            a.target(v, judge(a.fragment.final.obs)), b.target(v, judge(b.fragment.final.obs))
-        )
-        last = (b.row - 1).clamp(min=0)
-        over = b.fragment.term[1:].gather(0, last)
-        assert over.any() and not b.discount[over].any()
-        start = torch.arange(len(b.row)).unsqueeze(1).expand_as(b.row)
-        begun = b.fragment.state.obs[:-1]
-        reached = b.reached(b.fragment.state.obs, b.fragment.final.obs)
-        assert (reached[..., 2] == begun[..., 2] + b.n_steps)[over].all() and (
-            reached[..., 1] == begun[..., 1]
-        )[over].all()
-        assert (start + b.n_steps == b.row).all()
 
 
 def test_the_replay_shows_it_and_learns_the_same():

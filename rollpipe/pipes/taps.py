@@ -430,10 +430,12 @@ class Throughput(Pipe):
             if item is _END:
                 break
             came = clock()
+            with located(pipe=self):
+                n_steps = count_steps(item)
             before = state["rate"]
             rate = Rate(
                 before.items + 1,
-                before.steps + count_steps(item),
+                before.steps + n_steps,
                 came - start,
                 before.waited + (came - asked),
             )

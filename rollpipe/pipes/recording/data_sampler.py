@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from zlib import crc32
@@ -533,7 +534,10 @@ class Recording(Source):
                 expected="a path (--data PATH)",
                 got="None",
             )
-        yield from Replayer(self.path)
+        progress = self.keep(n=0)
+        for item in islice(Replayer(self.path), progress["n"], None):
+            progress["n"] += 1
+            yield item
 
 
 def from_data(
