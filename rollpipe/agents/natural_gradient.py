@@ -34,7 +34,7 @@ from rollpipe.agents.trust_region import (
     conjugate_gradients,
     step_size,
 )
-from .unroll import check_memory_known
+from .unroll import check_memory_known, fill_invalid
 from ..layers.actor import must_define
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, check_integer
@@ -75,26 +75,25 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     valid = fragment.valid
     all_valid = bool(valid.all())
     place, n = ranks.places_in_batch(valid)
-    state = nested.getitem(fragment.state, slice(-1))
-    act = nested.getitem(fragment.state.act, slice(1, None))
-    logp = fragment.actor["logp"][:-1]
+    has_memory = bool(nested.leaves(fragment.hx))
+
+    # With recurrent state, all rows stay. Invalid ones get finite numbers, because 0 * nan is nan.
+    if has_memory:
+        fragment = fill_invalid(fragment)
     rows = PolicyRows(
-        nested.as_seen(state),
+        nested.as_seen(nested.getitem(fragment.state, slice(-1))),
         fragment.hx,
-        act,
+        nested.getitem(fragment.state.act, slice(1, None)),
         fragment.adv,
-        logp,
+        fragment.actor["logp"][:-1],
         1 / n,
     )
-
-    # With recurrent state, all rows stay: the memory of later rows depends on the invalid ones.
-    # These get finite numbers, because 0 * nan is nan.
-    if nested.leaves(fragment.hx):
+    if has_memory:
 
         def filled(x):
             return x if all_valid else x.index_put((~valid,), x[valid][0])
 
-        numbers = nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp))
+        numbers = nested.map(filled, dict(adv=rows.adv, logp=rows.logp))
         return rows._replace(weight=valid / n, **numbers)
 
     # Without it, the valid rows become one long row.
