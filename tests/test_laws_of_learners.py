@@ -102,9 +102,9 @@ def made(case, seed=0, env=None, intrinsic=0.0, **more):
         known.remove("critic_hidden")
     if "recurrent" in options:
         wanted |= dict(length=8)
-    config = make_config(
-        name, env, {k: x for k, x in wanted.items() if k in known}, seed=seed, intrinsic=intrinsic
-    )
+    length = {"steps": more["decay_steps"]} if more.get("decay_steps") else {}
+    options = {k: x for k, x in wanted.items() if k in known}
+    config = make_config(name, env, options, seed=seed, intrinsic=intrinsic, **length)
     return build(config)
 
 
@@ -636,3 +636,28 @@ def test_an_option_that_may_not_change_is_refused_by_name(name):
             with pytest.raises(DataError, match=f"leaf {option}: {type(agent).__name__}: "):
                 agent.set_option(option, value)
     assert given_options(agent) == before and not agent.schedules
+
+
+@pytest.mark.parametrize("name", [x for x in OURS if "decay_steps" in options_of_learner(x)])
+def test_rates_fall_to_zero_and_then_an_update_is_refused(name):
+    "Linearly, or by half a cosine for IQL, whose critic keeps its rate; a trust region falls, too."
+    n = int(fresh_of(batches(name)[0]).valid.sum())
+    agent, _ = made(name, decay_steps=4 * n)
+    groups = [group for group, _ in agent.rates() if agent.decay_of_rate(group)]
+    rates = [group["lr"] for group in groups]
+    falling = [option for option in agent.decaying if getattr(agent, option, None)]
+    limits = {option: getattr(agent, option) for option in falling}
+    assert groups, name
+    for k in range(4):
+        left = (1 + math.cos(math.pi * k / 4)) / 2 if name == "iql" else 1 - k / 4
+        metrics = agent.update(given(batches(name)[k]))
+        assert metrics["rate_left"] == pytest.approx(left), name
+        assert [group["lr"] for group in groups] == pytest.approx([x * left for x in rates]), name
+        for option, limit in limits.items():
+            assert getattr(agent, option) == pytest.approx(limit * left), (name, option)
+        if "kl" in metrics and "max_kl" in limits:
+            assert metrics["kl"] <= 1.1 * limits["max_kl"] * left, name
+    with pytest.raises(
+        DataError, match=f"the learning rates have fallen to 0.*more than the {4 * n}"
+    ):
+        agent.update(given(batches(name)[0]))
