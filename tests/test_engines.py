@@ -33,7 +33,6 @@ from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.engines.onnx_graph import to_onnx
 from rollpipe.pipes.engines.pure import PureStep
-from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.graph.modules import bump_version
@@ -621,62 +620,6 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
 
 
 # Loops, workers, learners
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["categorical", "no bounds", "gru with past", "lstm, 2", "one-hot", "h w c", "mixed"],
-)
-def test_an_engine_for_many_steps_gives_the_bits_of_single_steps(name):
-    "A loop over rows, written here anew, gives the ticks of the stepper with the same engine."
-    obs, act, *_ = row = ACTORS[name]
-    actor = row.make()
-    where = dict(pipe="loop", lane=0)
-    for engine_name in ("torch", "onnxruntime"):
-
-        def interaction(engine_name=engine_name):
-            envs = env_batch(
-                env_factories(lambda: Dreams(obs, act), 3), np.random.SeedSequence(1), **where
-            )
-            return Interaction(actor, envs, np.random.SeedSequence(2), engine=engine_name).start()
-
-        ticks = interaction().ticks()
-        loop = interaction()
-        engine = loop.engine
-        last = loop.act
-        hx = loop.hx
-        rows = Rows(loop.state, 19)
-        assert engine.name == engine_name
-        rows.put(0, loop.state)
-        for begin, n in ((0, 7), (7, 7), (14, 4)):
-            engine.load()
-            where_to, at = engine.begin(rows, begin, n, rows.rows[begin], last, hx)
-            found = []
-            for t in range(n):
-                array, hx = engine.answer(t)
-                found.append((nested.map(np.copy, array), nested.map(torch.clone, hx)))
-                if begin + t == 0:
-                    loop.envs._at = rows, 0  # the interaction has reset these environments
-                out = loop.envs.step(nested.map(lambda x: torch.from_numpy(x.copy())[None], array))
-                where_to.put(at + t + 1, out.state, out.term)
-                if out.ended:
-                    engine.renew(t, loop.checked.reset(hx, out.ended))
-            reports, last, hx = engine.end(rows, begin, n)
-            for t, report in enumerate(
-                nested.map(
-                    lambda x: x[None], [nested.getitem(nested.cat(reports), k) for k in range(n)]
-                )
-            ):
-                tick = next(ticks)
-                assert_equal(report, tick.actor)
-                for x, y in zip(nested.leaves(found[t][0]), nested.leaves(tick.next.act)):
-                    assert np.array_equal(x, y)
-                for x, y in zip(
-                    nested.leaves(nested.getitem(rows.state, begin + t + 1)),
-                    nested.leaves(tick.next),
-                ):
-                    assert np.array_equal(x, y)
-            assert_equal(hx, tick.next_hx)
 
 
 @pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])

@@ -30,18 +30,6 @@ seeds = st.integers(0, 2**31 - 1)
 # ---- vectors
 
 
-@few
-@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4), seeds)
-def test_flatten_unflatten_assign_are_inverse(shapes, seed):
-    torch.manual_seed(seed)
-    xs = [torch.randn(shape) for shape in shapes]
-    vector = flat_vector(xs)
-    assert all(torch.equal(a, b) for a, b in zip(unflatten(vector, xs), xs))
-    ys = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    assign(ys, vector)
-    assert torch.equal(flat_vector(ys), vector) and not flat_vector(ys).requires_grad
-
-
 def test_flatten_takes_tensors_in_any_memory_order_and_copies():
     x = torch.arange(6.0).view(2, 3).T
     vector = flat_vector([x])

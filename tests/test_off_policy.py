@@ -339,6 +339,18 @@ def test_the_policy_climbs_the_first_value_of_the_critic_as_it_is(cls, change):
     torch.testing.assert_close((loss, *found), (other, *wanted))
 
 
+def apart(stacked, x, activation):
+    "What the perceptrons of a `StackedMLP` answer one by one, layer by layer."
+    outputs = []
+    for k in range(3):
+        y = x
+        for i, (w, b) in enumerate(zip(stacked.weights, stacked.biases)):
+            y = getattr(torch, activation)(y) if i else y
+            y = y @ w[k] + b[k, 0]
+        outputs.append(y)
+    return torch.stack(outputs)
+
+
 @pytest.mark.parametrize(
     "n_rows, hidden", [(7, (5, 6)), (512, (64, 3)), (511, (64, 70)), (64, (600,)), (40_000, ())]
 )
@@ -352,29 +364,13 @@ def test_stacked_perceptrons_are_as_those_apart(n_rows, hidden, activation):
         for b in three.biases:
             torch.nn.init.normal_(b)
         scale = torch.randn(3, n_rows, 2)
-    wanted = []
-    for k in range(3):
-        layers = [torch.nn.Linear(*w.shape[1:]) for w in three.weights]
-        for layer, w, b in zip(layers, three.weights, three.biases):
-            layer.weight, layer.bias = (
-                torch.nn.Parameter(y.detach().clone()) for y in (w[k].T, b[k, 0])
-            )
-        y = x
-        for layer in layers[:-1]:
-            y = getattr(torch, activation)(layer(y))
-        out = layers[-1](y)
-        params = [p for layer in layers for p in (layer.weight, layer.bias)]
-        wanted.append((out, *torch.autograd.grad((out * scale[k]).sum(), [x, *params])))
-    out = three(x)
-    pairs = [p for pair in zip(three.weights, three.biases) for p in pair]
-    grad_x, *grads = torch.autograd.grad((out * scale).sum(), [x, *pairs])
     close = dict(rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(out, torch.stack([w[0] for w in wanted]), **close)
-    torch.testing.assert_close(three(x, 2), out[:2], **close)
-    torch.testing.assert_close(grad_x, sum(w[1] for w in wanted), **close)
-    for k, (_, _, *theirs) in enumerate(wanted):
-        for mine, g in zip(grads, theirs):
-            torch.testing.assert_close(mine[k], g.T if g.ndim == 2 else g[None], **close)
+    found, wanted = (
+        (out, *torch.autograd.grad((out * scale).sum(), [x, *three.parameters()]))
+        for out in (three(x), apart(three, x, activation))
+    )
+    torch.testing.assert_close(found, wanted, **close)
+    torch.testing.assert_close(three(x, 2), found[0][:2], **close)
 
 
 # --- whole updates beside an implementation with ordinary modules
@@ -519,22 +515,6 @@ class Ending(Stepped):
     def ends(self):
         odd = self.episode % 2
         return not odd and self.count == 3, bool(odd and self.count == 4)
-
-
-@each_algorithm
-def test_samples_have_the_true_last_observations(algorithm):
-    agent = make(algorithm, Ending, random_steps=0)
-    for batch in islice(
-        replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=40, batch_size=64, seed=0), 8
-    ):
-        agent.update(batch)
-    f = batch.memory.sample(300).fragment
-    ends = f.state.fin[1, f.final.b]
-    assert ends.all() and len(f.final.b) == int(f.state.fin[1].sum())
-    assert torch.equal(f.final.obs[:, 0], f.state.obs[0, f.final.b, 0] + 1)
-    assert set(f.final.obs[f.term[1, f.final.b], 0].tolist()) == {3.0} and set(
-        f.final.obs[~f.term[1, f.final.b], 0].tolist()
-    ) == {4.0}
 
 
 @each_algorithm

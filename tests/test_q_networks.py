@@ -1,26 +1,11 @@
 "Q-networks: their values, their choices and their memory."
 
-from itertools import islice
-
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from toys import Counting, Recall
 
-from rollpipe.layers import QPolicy, RecurrentQPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, nested
-
-
-def fragments(actor, n, source=Counting, n_steps=5, lanes=1, n_envs=3, seed=0, **kwargs):
-    return list(
-        islice(
-            Lanes(
-                FragmentCollector(EnvStepper(source, actor, n_envs, **kwargs), n_steps), lanes, seed
-            ),
-            n,
-        )
-    )
+from rollpipe.layers import QPolicy
 
 
 def p_value(counts, expected):
@@ -84,22 +69,3 @@ def test_neighbouring_choices_are_independent():
 
 
 # --- errors, and a first test of learning
-
-
-def test_memory_can_be_learned_by_regression():
-    "The value of the right answer in `Recall`, two steps after the cue, from recorded episodes."
-    env = lambda: Recall(delay=2, n_cues=3)
-    actor = RecurrentQPolicy.for_env(env, hidden=(16,), memory=16, epsilon=1.0, seed=0)
-    (f,) = fragments(actor, 1, env, n_steps=48, n_envs=16)
-    state = nested.as_seen(nested.getitem(f.state, slice(-1)))
-    ends = f.term[1:]
-    adam = torch.optim.Adam(actor.parameters(), 1e-2)
-    act = f.state.act[1:].unsqueeze(-1)
-    rew = f.state.rew[1:]
-    for _ in range(60):
-        q = actor.values(state, f.hx)[0].gather(-1, act).squeeze(-1)
-        loss = (q - rew)[ends].square().mean()
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    assert rew[ends].std() > 0.5 and loss < 0.05
