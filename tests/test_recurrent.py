@@ -8,10 +8,10 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Counting, Lively, Noted, Recall
+from toys import Counting, Lively, Recall
 
 from rollpipe.agents.natural_gradient import TRPO
-from rollpipe.layers import GRU, LSTM, Actor, MemoryCritic, MLPPolicy, RecurrentPolicy
+from rollpipe.layers import GRU, LSTM, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.recurrent import Recurrent
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.batches import values
@@ -216,72 +216,7 @@ def test_replaying_a_fragment_reproduces_what_was_recorded(env, cell, past, lane
     stream.close()
 
 
-def test_memory_goes_on_across_fragments():
-    "The same stream in fragments of 4 steps and of 12 steps has the same records."
-    actor = RecurrentPolicy.for_env(ENVS["lively"], hidden=(5,), memory=6, past=True, seed=1)
-    streams = [
-        iter(FragmentCollector(EnvStepper(ENVS["lively"], actor, 2, seed=3), n)) for n in (4, 12)
-    ]
-    pieces = list(islice(streams[0], 3))
-    whole = next(streams[1])
-    assert torch.equal(torch.cat([f.actor["logp"][:-1] for f in pieces]), whole.actor["logp"][:-1])
-    assert torch.equal(pieces[0].hx, whole.hx) and not torch.equal(pieces[1].hx, whole.hx)
-    for s in streams:
-        s.close()
-
-
 # ---- nothing of one episode reaches the next
-
-
-class Tale(Noted):
-    "Episodes of three steps. What happens in the first one depends on `secret`; the others are always the same."
-
-    observation_space = Box(-9, 9, (2,))
-    action_space = Discrete(3)
-
-    def __init__(self, secret, limit):
-        super().__init__()
-        self.secret = secret
-        self.limit = limit
-        self.episode = -1
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episode = self.episode + 1
-        self.count = 0
-        return self.look(), {}
-
-    def look(self):
-        return np.array(
-            [self.count, 0 if self.episode or not self.count else self.secret], np.float32
-        )
-
-    def step(self, action):
-        self.count += 1
-        over = self.count == 3
-        return (
-            self.look(),
-            self.count if self.episode else self.secret * 7.0,
-            over and not self.limit,
-            over and self.limit,
-            {},
-        )
-
-
-class Echo(Actor):
-    "Reports the previous action and reward that it is shown; its actions never repeat."
-
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        return (obs[..., 0] + 1).long() % 3, (), dict(act=act, rew=rew)
-
-
-def test_an_actor_is_not_shown_what_ended_the_episode_before():
-    f = next(iter(FragmentCollector(EnvStepper(lambda: Tale(1, False), Echo(), 2), 9)))
-    fin = f.state.fin
-    assert fin.sum() == 8  # at rows 0, 3, 6, 9
-    for name, kept in (("act", f.state.act), ("rew", f.state.rew)):
-        assert torch.equal(f.actor[name], kept.masked_fill(fin, 0))
-    assert (f.state.rew[3] == 7).all() and not (f.actor["rew"][3] == 7).any()
 
 
 # ---- with pipes and learners
