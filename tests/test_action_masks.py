@@ -11,7 +11,6 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import assert_same
 
 from rollpipe.agents import (
     A2C,
@@ -26,7 +25,6 @@ from rollpipe.agents import (
     evaluate,
 )
 from rollpipe.agents.offline import BC
-from rollpipe.agents.parallel_evaluation import ParallelEvaluation
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.agents.td import td
 from rollpipe.layers import (
@@ -57,24 +55,13 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.data.action_masks import ActionMask, WithActionMask, mask_sizes, mask_space
-from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.settings.config import build, make_config
 from rollpipe.testing import check_actor, check_env
 from rollpipe.testing.tasks import Gates
 
 fast = settings(deadline=None, max_examples=30)
 KEYED = dict(action_mask="action_mask")
-POLICIES = {
-    "mlp": MLPPolicy.for_env,
-    "gru": partial(RecurrentPolicy.for_env, past=True),
-    "lstm": partial(RecurrentPolicy.for_env, cell="lstm"),
-}
-Q_POLICIES = {
-    "q": QPolicy.for_env,
-    "duelling": partial(QPolicy.for_env, duelling=True),
-    "quantiles": QuantilePolicy.for_env,
-    "recurrent q": RecurrentQPolicy.for_env,
-}
+MASKED = (MLPPolicy, RecurrentPolicy, QPolicy, QuantilePolicy, RecurrentQPolicy)
 SPACES = {
     "discrete": Discrete(4),
     "start": Discrete(4, start=-2),
@@ -206,88 +193,28 @@ def test_log_probability_entropy_and_divergence_are_those_of_the_allowed_values(
     ).isfinite().all()
 
 
-def test_by_hand():
-    policy = MLPPolicy(
-        Dict(see=Discrete(2), action_mask=MultiBinary(3)), Discrete(3), hidden=(), **KEYED
-    )
-    with torch.no_grad():
-        policy.head.logits.weight.zero_()
-        policy.head.logits.bias.copy_(torch.tensor([1.0, 2.0, 3.0]).log())
-    obs = dict(
-        see=torch.tensor([[0, 1, 1]]),
-        action_mask=torch.tensor([[[1, 1, 1], [1, 0, 1], [0, 1, 0]]], dtype=torch.int8),
-    )
-    params, _ = policy.params(obs, None, None, None, hx=(), stepno=None)
-    torch.testing.assert_close(
-        params.softmax(-1), torch.tensor([[[1 / 6, 2 / 6, 3 / 6], [1 / 4, 0, 3 / 4], [0, 1, 0]]])
-    )
-    torch.testing.assert_close(
-        policy.dist.entropy(params)[0, 1:],
-        torch.tensor([-0.25 * np.log(0.25) - 0.75 * np.log(0.75), 0.0]).float(),
-    )
-    assert policy.dist.mode(params).tolist() == [[2, 2, 1]]
-    assert policy.trunk.n_in == 2  # the network does not see the mask
+def test_the_network_does_not_see_the_mask():
+    spaces = Dict(see=Discrete(2), action_mask=MultiBinary(3)), Discrete(3)
+    assert MLPPolicy(*spaces, hidden=(), **KEYED).trunk.n_in == 2
 
 
 # --- nothing that is forbidden is ever drawn
 
 
-def played(env, actor, **options):
-    return list(islice(rollouts(env, actor, n_envs=3, n_steps=16, seed=5, **options), 4))
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
-@pytest.mark.parametrize(
-    "policy, space", [*(("mlp", space) for space in SPACES), ("gru", "dict"), ("lstm", "matrix")]
-)
-def test_policies_take_allowed_actions(policy, space, engine):
-    if engine == "onnxruntime":
-        pytest.importorskip("onnxruntime")
-    env = partial(Forbidding, SPACES[space])
-    actor = POLICIES[policy](env, seed=0, **KEYED)
-    for explore in (True, False):
-        fragments = list(
-            islice(
-                FragmentCollector(
-                    EnvStepper(env, actor, 3, engine=engine, explore=explore, seed=1), 16
-                ),
-                3,
-            )
-        )
-        for f in fragments:
-            assert f.actor["logp"][:-1].isfinite().all() and f.final.actor["logp"].isfinite().all()
-            torch.testing.assert_close(actor.replay(f)["logp"], f.actor["logp"][:-1])
-    assert sum(len(f.final.t) for f in fragments)
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
-@pytest.mark.parametrize("space", ["discrete", "start"])
-@pytest.mark.parametrize("policy", Q_POLICIES)
-def test_q_policies_take_allowed_actions_and_each_of_them_at_random(policy, space, engine):
-    if engine == "onnxruntime":
-        pytest.importorskip("onnxruntime")
-    env = partial(Forbidding, SPACES[space])
-    for epsilon in (0.0, 1.0):
-        played(env, Q_POLICIES[policy](env, seed=0, epsilon=epsilon, **KEYED), engine=engine)
-    actor = QPolicy.for_env(env, seed=0, epsilon=1.0, **KEYED)
-    obs = dict(
-        see=torch.zeros(1, 6000, 2), action_mask=torch.tensor([1, 0, 1, 1]).expand(1, 6000, 4)
-    )
+def test_each_allowed_action_is_equally_likely_at_random():
+    actor = QPolicy.for_env(Forbidding, seed=0, epsilon=1.0, **KEYED)
+    mask = torch.tensor([1, 0, 1, 1]).expand(1, 6000, 4)
+    obs = dict(see=torch.zeros(1, 6000, 2), action_mask=mask)
     noise = actor.draw_noise((1, 6000), torch.Generator().manual_seed(0))
     act, *_ = actor(obs, None, None, None, hx=(), stepno=None, virtual=False, noise=noise)
-    share = (act - actor.start).flatten().bincount(minlength=4) / 6000
+    share = act.flatten().bincount(minlength=4) / 6000
     torch.testing.assert_close(share, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3]), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("space", SPACES)
-def test_a_random_actor_takes_allowed_actions(space):
-    env = partial(Forbidding, SPACES[space])
-    for seed in (0, None):
-        played(env, RandomActor.for_env(env, seed=seed, **KEYED))
+def test_without_its_mask_an_actor_takes_what_is_forbidden():
+    actor = RandomActor.for_env(Forbidding, seed=0)
     with pytest.raises(EnvError, match="is forbidden by"):
-        played(env, RandomActor.for_env(env, seed=0))
+        list(islice(rollouts(Forbidding, actor, n_envs=3, n_steps=16, seed=5), 4))
 
 
 def test_a_random_actor_draws_uniformly():
@@ -367,63 +294,55 @@ def test_targets_by_hand():
                 assert float(errors[t, b]) == pytest.approx(goal - own, abs=1e-4)
 
 
+def actor_critic(kind, policy=MLPPolicy, stream=on_policy, n_steps=32, memory=None, **options):
+    "A learner of a policy, and its batches."
+
+    def make():
+        return Gates(4, in_obs=True)
+
+    actor = policy.for_env(make, hidden=(16,), seed=0, **memory or {}, **KEYED)
+    critic = Critic.for_env(make, hidden=(16,), seed=1)
+    parts = (actor,) if stream is rollouts else (actor, critic)
+    return kind(actor, critic, **options), stream(make, *parts, n_envs=8, n_steps=n_steps, seed=0)
+
+
+def replaying(kind, policy, length=1):
+    "A learner of values, and its batches."
+
+    def make():
+        return Gates(4, in_obs=True)
+
+    actor = policy.for_env(make, hidden=(32,), seed=0, **KEYED)
+    stream = dict(n_envs=4, n_steps=8, batch_size=32, warmup=100, length=length, seed=0)
+    return kind(actor, eps_steps=500, target_every=50), replayed(make, actor, **stream)
+
+
+# name -> learner with its batches, and number of updates
 LEARNERS = {
-    "reinforce": (REINFORCE, {}),
-    "a2c": (A2C, dict(lr=3e-3)),
-    "ppo": (PPO, dict(lr=3e-3)),
-    "trpo": (TRPO, {}),
-    "npg": (NPG, {}),
+    "reinforce": (partial(actor_critic, REINFORCE), 60),
+    "a2c": (partial(actor_critic, A2C, lr=3e-3), 60),
+    "ppo": (partial(actor_critic, PPO, lr=3e-3), 60),
+    "trpo": (partial(actor_critic, TRPO), 60),
+    "npg": (partial(actor_critic, NPG), 60),
+    "vtrace, memory": (
+        partial(actor_critic, VTrace, RecurrentPolicy, rollouts, 16, dict(memory=16), lr=5e-3),
+        80,
+    ),
+    "dqn": (partial(replaying, DQN, QPolicy), 160),
+    "dqn, memory": (partial(replaying, DQN, RecurrentQPolicy, 8), 160),
+    "qr_dqn": (partial(replaying, QRDQN, QuantilePolicy), 160),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNERS)
-def test_policy_learners_open_all_gates(name):
-    kind, options = LEARNERS[name]
-    env = partial(Gates, 4)
-
-    def make():
-        return WithActionMask(env())
-
-    actor = MLPPolicy.for_env(make, hidden=(16,), seed=0, **KEYED)
-    critic = Critic.for_env(make, hidden=(16,), seed=1)
-    agent = kind(actor, critic, **options)
-    for _, batch in zip(range(60), on_policy(make, actor, critic, n_envs=8, n_steps=32, seed=0)):
+def test_learners_open_all_gates(name):
+    make, n_updates = LEARNERS[name]
+    agent, pipe = make()
+    for batch in islice(pipe, n_updates):
         metrics = agent.update(batch)
     assert all(np.isfinite(x) for x in metrics.values() if isinstance(x, float) and x == x)
-    assert evaluate(make, actor, 8).mean == pytest.approx(1.0)
-
-
-@pytest.mark.slow
-def test_vtrace_and_memory_open_all_gates():
-    def make():
-        return Gates(4, in_obs=True)
-
-    actor = RecurrentPolicy.for_env(make, hidden=(16,), memory=16, seed=0, **KEYED)
-    critic = Critic.for_env(make, hidden=(16,), seed=1)
-    agent = VTrace(actor, critic, lr=5e-3)
-    for _, batch in zip(range(80), rollouts(make, actor, n_envs=8, n_steps=16, seed=0)):
-        agent.update(batch)
-    assert evaluate(make, actor, 8).mean == pytest.approx(1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, policy", [(DQN, QPolicy), (DQN, RecurrentQPolicy), (QRDQN, QuantilePolicy)]
-)
-def test_q_learners_open_all_gates(kind, policy):
-    def make():
-        return Gates(4, in_obs=True)
-
-    actor = policy.for_env(make, hidden=(32,), seed=0, **KEYED)
-    agent = kind(actor, eps_steps=500, target_every=50)
-    length = 8 if policy is RecurrentQPolicy else 1
-    pipe = replayed(
-        make, actor, n_envs=4, n_steps=8, batch_size=32, warmup=100, length=length, seed=0
-    )
-    for _, batch in zip(range(160), pipe):
-        agent.update(batch)
-    assert evaluate(make, actor, 8).mean == pytest.approx(1.0)
+    assert evaluate(lambda: Gates(4, in_obs=True), agent.actor, 8).mean == pytest.approx(1.0)
 
 
 def test_cloning_counts_allowed_actions_only():
@@ -552,56 +471,6 @@ def test_environments_made_of_tensors():
 # --- one answer, wherever it is given
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_workers_change_nothing(n_workers):
-    def make():
-        return WithActionMask(Forbidding(SPACES["dict"], key="info"), "info")
-
-    def pipe():
-        actor = RecurrentPolicy.for_env(make, seed=0, action_mask="info")
-        return rollouts(make, actor, lanes=2, n_envs=2, n_steps=12, seed=3)
-
-    plain = list(islice(pipe(), 3))
-    if n_workers:
-        with DataLoader2(pipe(), reading_service=ProcessReading(n_workers)) as loader:
-            found = list(islice(loader, 3))
-        for a, b in zip(plain, found):
-            assert_same(a, b)
-    assert all(f.actor["logp"].isfinite().all() for f in plain)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("functions_of_onnx")
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("space", ["start", "dict"])
-def test_exported_policies_obey_the_mask(to, space, tmp_path):
-    if to == "onnx":
-        pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript")
-    env = partial(Forbidding, SPACES[space])
-    for policy in (
-        (MLPPolicy, RecurrentPolicy)
-        if space == "dict"
-        else (MLPPolicy, RecurrentQPolicy, QuantilePolicy)
-    ):
-        actor = policy.for_env(env, seed=0, **KEYED)
-        assert export_policy(
-            actor, tmp_path / "policy", to
-        )  # compared with `predict` on observations whose masks differ
-        run = FORMATS[to].run((tmp_path / "policy").read_bytes())
-        function = PolicyFunction(actor)
-        rng = np.random.default_rng(0)
-        masks = [random_mask(mask_sizes(SPACES[space]), rng) for _ in range(5)]
-        obs = dict(
-            see=rng.uniform(-1, 1, (5, 2)).astype(np.float32), action_mask=nested.stack(masks)
-        )
-        inputs = function.beginning(5)
-        inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
-        act = list(run(*inputs.values()))
-        wanted = nested.leaves(actor.predict(obs)[0])
-        for a, b in zip(act, wanted):
-            np.testing.assert_allclose(np.asarray(a), b, atol=1e-5)
-
-
 def test_predict():
     env = Forbidding(SPACES["dict"])
     actor = RecurrentPolicy.for_env(env, seed=0, **KEYED)
@@ -622,54 +491,17 @@ def test_predict():
     check_actor(actor, env)
 
 
-@pytest.mark.slow
-def test_the_mask_makes_gates_easier():
-    "The network sees the same with and without the mask; only one of them pays for forbidden keys."
-
-    def make():
-        return WithActionMask(Gates(6, n_keys=12))
-
-    found = {}
-    for name, options in dict(masked=KEYED, unmasked={}).items():
-        actor = MLPPolicy.for_env(make, hidden=(16,), seed=0, **options)
-        critic = Critic.for_env(make, hidden=(16,), seed=1)
-        agent = PPO(actor, critic, lr=3e-3)
-        for _, batch in zip(
-            range(25), on_policy(make, actor, critic, n_envs=8, n_steps=32, seed=0)
-        ):
-            agent.update(batch)
-            found.setdefault(name, []).append(float(batch.state.rew.sum()))
-        if options:
-            assert batch.state.rew.min() >= 0
-    assert (
-        found["masked"][-1] > found["unmasked"][-1]
-        and all(x >= 0 for x in found["masked"])
-        and found["unmasked"][0] < 0
-    )
-
-
-def test_evaluation_in_another_process():
-    def make():
-        return WithActionMask(Gates(3))
-
-    actor = MLPPolicy.for_env(make, seed=0, **KEYED)
-    with ParallelEvaluation(make, actor, 4, seed=1) as evaluator:
-        evaluator.request()
-        found = evaluator.wait()[0].evaluation
-    np.testing.assert_array_equal(found.returns, evaluate(make, actor, 4, seed=1).returns)
-
-
 # --- refusals
 
 
 def test_refusals():
     see = Box(-1, 1, (2,))
-    for make in (*POLICIES.values(), *Q_POLICIES.values()):
+    for cls in MASKED:
         with pytest.raises(SpaceError, match="there is no mask of the actions beside other"):
-            make((see, Discrete(2)), **KEYED)
+            cls.for_env((see, Discrete(2)), **KEYED)
         wrong = Dict(see=see, action_mask=MultiBinary(3))
         with pytest.raises(SpaceError, match=r"as in MultiBinary\(2\)"):
-            make((wrong, Discrete(2)), **KEYED)
+            cls.for_env((wrong, Discrete(2)), **KEYED)
     with pytest.raises(SpaceError, match="there are no masks for such actions"):
         GaussianPolicy.for_env((Dict(see=see, action_mask=see), see), **KEYED)
     with pytest.raises(SpaceError, match="there are no masks for such actions"):

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import Acts
 
 from rollpipe.agents.policy_gradient import PPO
 from rollpipe.agents.tabular import QLearning, TabularQ
-from rollpipe.layers import Actor, Critic, GaussianPolicy
+from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import (
     AdvantageBuffer,
     DataError,
@@ -172,27 +173,11 @@ def test_the_chains_are_sound_environments(env):
 # --- what the pipes compute on them
 
 
-class Onward(Actor):
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        return torch.ones_like(stepno), (), {}
-
-
-class Steer(Actor):
-    "a = -gain x"
-
-    def __init__(self, gain):
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        return -self.gain * obs, (), {}
-
-
 CHAINS = {
-    "path": (lambda: NarrowPath(5), Onward(), lambda obs: NarrowPath(5).value(obs, 0.9).float()),
+    "path": (lambda: NarrowPath(5), Acts(1), lambda obs: NarrowPath(5).value(obs, 0.9).float()),
     "steering": (
         lambda: Steering(max_steps=5),
-        Steer(0.3),
+        Acts(lambda x: -0.3 * x.obs),
         lambda obs: Steering().value(obs, 0.9, 0.3),
     ),
 }

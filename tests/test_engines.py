@@ -11,35 +11,28 @@ import weakref
 from argparse import Namespace
 from collections import deque
 from functools import partial
-from itertools import product
 from types import ModuleType, SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gymnasium.spaces import Box
+from test_laws_of_networks import ACTORS, ACTS, STATE, Dreams, assert_close, streams
 
 from rollpipe.layers import (
     Actor,
     CategoricalPolicy,
     MLPPolicy,
-    Policy,
     QPolicy,
     RecurrentPolicy,
-    RecurrentQPolicy,
 )
-from rollpipe.layers.heads import Categorical
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested, rollouts
+from rollpipe.pipes import EnvStepper, FragmentCollector, ProcessReading, nested, rollouts
 from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.engines import checked_actor, compiled
 from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.engines.onnx_graph import to_onnx
 from rollpipe.pipes.engines.pure import PureStep
-from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.graph.modules import bump_version
@@ -52,145 +45,6 @@ pytest.importorskip("onnx")
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
     monkeypatch.setattr(checked_actor, "_said", set())
-
-
-STATE = Box(-3, 3, (4,))
-ACTS = Discrete(3, start=1)
-MIXED_OBS = Dict(
-    image=Box(0, 255, (10, 10, 3), np.uint8),
-    number=Discrete(4, start=1),
-    bits=MultiBinary(3),
-    pair=Tuple([MultiDiscrete([2, 5]), Box(-9, 9, (2, 2), np.float64)]),
-)
-MIXED_ACTS = Dict(
-    a=Discrete(3, start=2),
-    b=Box(-0.01, 0.02, (2, 2)),
-    c=Tuple([MultiDiscrete([2, 3]), MultiBinary(2)]),
-)
-
-
-class Dreams(gym.Env):
-    "Draws observations, rewards and ends from its own generator, so that the last bits of an action do not grow."
-
-    def __init__(self, observation_space=STATE, action_space=ACTS):
-        self.observation_space, self.action_space = copy.deepcopy((observation_space, action_space))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        end = self.np_random.random(2) < 0.1
-        return (
-            self.observation_space.sample(),
-            self.np_random.normal(),
-            bool(end[0]),
-            bool(end[1]),
-            {},
-        )
-
-
-class OwnMemory(Policy):
-    "A user's policy with torch's own GRU, which keeps a second list of its weights, and batch statistics and dropout."
-
-    dist = Categorical(3, 1)
-    kind = torch.nn.GRU
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = self.kind(4, 8, 2)
-        self.head = torch.nn.Sequential(
-            torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
-        )
-
-    def params(self, obs, act, rew, fin, *, hx, stepno):
-        if hx is None:
-            hx = torch.zeros(2, fin.shape[1], 8)
-        y, hx = self.rnn(obs, hx * (~fin[0])[:, None])
-        return self.head(y) + 0.01 * rew.unsqueeze(-1) + 0.01 * stepno.unsqueeze(-1), hx
-
-
-def policy(cls, obs=STATE, act=ACTS, **kwargs):
-    return lambda: cls.for_env((obs, act), seed=0, **kwargs), obs, act
-
-
-ACTORS = {
-    "mlp": policy(MLPPolicy),
-    "categorical": policy(CategoricalPolicy, activation="relu"),
-    "gauss": policy(MLPPolicy, act=Box(-2, 2, (3,))),
-    "std of the state": policy(MLPPolicy, act=Box(-2, 2, (3, 2)), std="state"),
-    "fixed std": policy(MLPPolicy, act=Box(-np.inf, np.inf, ()), std="fixed"),
-    "float64": policy(MLPPolicy, Box(-9, 9, (3,), np.float64)),
-    "uint8": policy(MLPPolicy, Box(0, 255, (5, 5, 3), np.uint8)),
-    "mixed": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS),
-    "bits": policy(MLPPolicy, Discrete(50), encoder={"discrete": "bits"}),
-    "embedded": policy(MLPPolicy, MultiDiscrete([5, 6]), encoder={"discrete": "embed"}),
-    "convolution": policy(
-        MLPPolicy, Box(0, 255, (10, 10, 4), np.uint8), encoder={"images": "conv"}
-    ),
-    "images in a dict": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS, encoder={"images": "conv"}),
-    "large images": policy(
-        MLPPolicy, Box(0, 255, (2, 36, 40, 1), np.uint8), encoder={"images": "conv"}
-    ),
-    "gru": policy(RecurrentPolicy),
-    "gru with past": policy(RecurrentPolicy, MIXED_OBS, MIXED_ACTS, past=True, report=True),
-    "lstm": policy(RecurrentPolicy, act=Box(-1, 1, (2,)), cell="lstm", layers=2, past=True),
-    "q": policy(QPolicy, normalize=True, epsilon=0.3),
-    "duelling q": policy(QPolicy, duelling=True, epsilon=0.3),
-    "table": policy(QPolicy, Discrete(9), hidden=(), epsilon=0.3),
-    "recurrent q": policy(RecurrentQPolicy, past=True, epsilon=0.3),
-    "torch's gru": (OwnMemory, STATE, ACTS),
-}
-
-
-class OwnLSTM(OwnMemory):
-    kind = torch.nn.LSTM
-
-    def params(self, obs, act, rew, fin, *, hx, stepno):
-        keep = (~fin[0])[:, None]
-        y, hx = self.rnn(obs, tuple(h * keep for h in hx or (torch.zeros(2, fin.shape[1], 8),) * 2))
-        return self.head(y), hx
-
-
-ACTORS["torch's lstm"] = OwnLSTM, STATE, ACTS
-
-
-def streams(
-    actor,
-    obs=STATE,
-    act=ACTS,
-    engines=("torch", "onnxruntime"),
-    n_envs=3,
-    n_steps=12,
-    lanes=1,
-    **kwargs,
-):
-    "The same pipeline with several engines, and one actor."
-
-    def env():
-        return Dreams(obs, act)
-
-    return [
-        iter(
-            rollouts(
-                env, actor, n_envs=n_envs, n_steps=n_steps, lanes=lanes, seed=1, engine=e, **kwargs
-            )
-        )
-        for e in engines
-    ]
-
-
-def assert_close(came, wanted, tolerance=1e-5):
-    "Floats within the tolerance, everything else bit for bit."
-    assert nested.flatten(came)[1] == nested.flatten(wanted)[1]
-    for path, x, y in zip(nested.paths(wanted, "f"), nested.leaves(came), nested.leaves(wanted)):
-        assert x.dtype == y.dtype and x.shape == y.shape, path
-        if x.dtype.is_floating_point:
-            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=f"{path}: {x} {y}")
-        else:
-            assert torch.equal(x, y), path
 
 
 def assert_equal(came, wanted):
@@ -210,96 +64,6 @@ def learn(actor, scale=0.05):
     ):
         actor.observe(torch.randn(50, *actor.observation_space.shape) * 2 + 1)
     bump_version(actor)
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "n_envs, name", [*product((1, 3), ACTORS), *product((8,), ("mixed", "lstm", "table"))]
-)
-def test_both_engines_give_the_same_fragments_also_while_the_actor_learns(name, n_envs):
-    make, obs, act = ACTORS[name]
-    torch.manual_seed(0)
-    actor = make()
-    pair = streams(actor, obs, act, n_envs=n_envs)
-    for _ in range(3):
-        wanted, came = map(next, pair)
-        assert_close(came, wanted)
-        learn(actor)
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None)
-@given(
-    data=st.data(),
-    n_envs=st.integers(1, 5),
-    normalize=st.booleans(),
-    memory=st.sampled_from([None, "gru", "lstm"]),
-    explore=st.booleans(),
-)
-def test_any_spaces(data, n_envs, normalize, memory, explore):
-    shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
-    boxes = st.builds(
-        lambda shape, dtype: Box(-4, 4, shape, dtype),
-        shapes,
-        st.sampled_from([np.float32, np.float64, np.int64, np.int8]),
-    )
-    leaves = (
-        boxes
-        | st.builds(Discrete, st.integers(1, 5))
-        | st.builds(MultiBinary, st.integers(1, 4))
-        | st.builds(MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    )
-    observations = data.draw(
-        st.recursive(
-            leaves,
-            lambda s: (
-                st.dictionaries(st.sampled_from("abc"), s, min_size=1).map(Dict)
-                | st.lists(s, min_size=1, max_size=2).map(Tuple)
-            ),
-            max_leaves=3,
-        )
-    )
-    floats = st.builds(
-        lambda shape, high: Box(-1, high, shape), shapes, st.sampled_from([1.0, 7.0, np.inf])
-    )
-    acts = (
-        floats
-        | st.builds(Discrete, st.integers(1, 5), start=st.integers(-2, 2))
-        | st.builds(MultiBinary, st.integers(1, 3))
-        | (st.builds(MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    )
-    actions = data.draw(
-        st.recursive(
-            acts,
-            lambda s: st.dictionaries(st.sampled_from("ab"), s, min_size=1).map(Dict),
-            max_leaves=2,
-        )
-    )
-    kwargs = dict(hidden=(6,), normalize=normalize, seed=0)
-    if memory is None:
-        actor = MLPPolicy.for_env((observations, actions), **kwargs)
-    else:
-        actor = RecurrentPolicy.for_env(
-            (observations, actions), memory=5, cell=memory, past=True, **kwargs
-        )
-    learn(actor)
-
-    def env():
-        return Dreams(observations, actions)
-
-    wanted, came = (
-        next(
-            iter(
-                Lanes(
-                    FragmentCollector(EnvStepper(env, actor, n_envs, explore=explore, engine=e), 6),
-                    1,
-                    3,
-                )
-            )
-        )
-        for e in ("torch", "onnxruntime")
-    )
-    assert_close(came, wanted)
 
 
 def replaced(actor):
@@ -352,9 +116,35 @@ def wider(actor):
     actor.trunk.hidden[1] = torch.nn.Linear(32, 64)
 
 
+def tied(actor):
+    "Two layers share a weight, and later they do not."
+    first, second, *_ = actor.trunk.hidden
+    actor.trunk.hidden[0] = torch.nn.Linear(4, 64)
+    third = torch.nn.Linear(64, 64)
+    actor.trunk.hidden.append(third)
+    for weight in (second.weight, torch.nn.Parameter(second.weight.detach() * -1)):
+        third.weight = weight
+        yield
+        second.weight.data.mul_(2)
+        yield
+
+
 @pytest.mark.parametrize(
     "change",
-    [replaced, moved, transposed, viewed, strided, filled, loaded, bare, activation, deeper, wider],
+    [
+        tied,
+        replaced,
+        moved,
+        transposed,
+        viewed,
+        strided,
+        filled,
+        loaded,
+        bare,
+        activation,
+        deeper,
+        wider,
+    ],
 )
 def test_whatever_happens_to_the_weights_the_next_fragment_uses_them(change):
     actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
@@ -368,35 +158,6 @@ def test_whatever_happens_to_the_weights_the_next_fragment_uses_them(change):
         assert_close(after[1], after[0])
     reports = [stream.actor["dist"] for stream in (before[1], after[1])]
     assert not torch.allclose(*reports)
-
-
-def test_weights_that_become_tied_or_untied():
-    actor = MLPPolicy.for_env((STATE, ACTS), hidden=(4, 4), seed=0)
-    torch.nn.init.normal_(actor.head.logits.weight)
-    first, second = actor.trunk.hidden
-    pair = streams(actor)
-    for change in (
-        lambda: setattr(second, "weight", first.weight),
-        lambda: first.weight.data.mul_(2),
-        lambda: setattr(second, "weight", torch.nn.Parameter(first.weight.detach() * -1)),
-        lambda: first.weight.data.mul_(2),
-    ):
-        change()
-        wanted, came = map(next, pair)
-        assert_close(came, wanted)
-
-
-def test_attributes_that_change():
-    actor = Slow()
-    pair = streams(actor)
-    for change in (
-        lambda: None,
-        lambda: setattr(actor, "temperature", 0.5),
-        lambda: (actor.shifts.append(2.0), bump_version(actor)),
-    ):
-        change()
-        wanted, came = map(next, pair)
-        assert_close(came, wanted)
 
 
 class Slow(CategoricalPolicy):
@@ -650,7 +411,7 @@ def test_an_actor_that_changes_to_another_dtype():
 
 
 def test_training_mode_of_the_actor_does_not_matter():
-    actor = OwnMemory()
+    actor = ACTORS["torch's gru"].make()
     pair = streams(actor)
     for mode in (True, False, True):
         actor.train(mode)
@@ -683,6 +444,7 @@ class Own(CategoricalPolicy):
         self.held = torch.ones(3)
         self.calls = 0
         self.random = np.random.default_rng(0)
+        self.curve = Bessel()
         self.register_buffer("seen", torch.zeros(()))
 
     def params(self, obs, *args, **kwargs):
@@ -690,110 +452,86 @@ class Own(CategoricalPolicy):
         return params + self.extra(obs), hx
 
 
-class Deciding(Own):
-    def extra(self, obs):
-        return self.layer(obs) if obs.sum() > 0 else 0.0
-
-
-class Selecting(Own):
-    def extra(self, obs):
-        return obs[obs > 0].sum()
-
-
-class Rolling(Own):
-    def extra(self, obs):
-        return torch.rand(3)
-
-
-class Numpy(Own):
-    def extra(self, obs):
-        return torch.from_numpy(obs.numpy()[..., :3])
-
-
-class Holding(Own):
-    def extra(self, obs):
-        return self.held
-
-
-class Counting(Own):
-    def extra(self, obs):
-        self.calls += 1
-        return 0.0
-
-
-class Watching(Own):
-    def extra(self, obs):
-        self.seen += 1
-        return 0.0
-
-
-class Drawing(Own):
-    def extra(self, obs):
-        return self.random.normal()
-
-
-class Tossing(Own):
-    def extra(self, obs):
-        return float(np.random.rand() < 1e-6)
-
-
-class Choosing(Own):
-    def extra(self, obs):
-        return float(random.random() < 1e-6)
-
-
 class Bessel(torch.nn.Module):
     def forward(self, x):
         return torch.special.bessel_j0(x)
 
 
-class Unknown(Own):
-    def __init__(self):
-        super().__init__()
-        self.curve = Bessel()
-
-    def extra(self, obs):
-        return self.curve(obs[..., :3])
-
-
-class Hooked(Own):
-    def __init__(self):
-        super().__init__()
-        self.layer.register_forward_hook(lambda *args: None)
-
-    def extra(self, obs):
-        return self.layer(obs)
-
-
 class Silent(Actor):
+    "Draws, but has no `draw_noise`."
+
     uses_past = False
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         return torch.randint(1, 4, fin.shape), (), {}
 
 
+def count_calls(self, obs):
+    self.calls += 1
+    return 0.0
+
+
+def watch(self, obs):
+    self.seen += 1
+    return 0.0
+
+
+# name of the class -> what it does besides, and why that cannot be exported
 REFUSED = {
-    Deciding: "`_local_scalar_dense` in Deciding hands a value to Python",
-    Selecting: "`index` in Selecting gives a shape",
-    Rolling: "`rand` in Rolling draws random numbers",
-    Numpy: "`Tensor.numpy` in Numpy hands values to Python",
-    Holding: "`add` in Holding reads a tensor that is no input, parameter or buffer",
-    Counting: "changes while it answers (attribute calls)",
-    Watching: "changes while it answers (Watching.seen)",
-    Drawing: "changes while it answers (attribute random)",
-    Tossing: "draws from the global random numbers",
-    Choosing: "draws from the global random numbers",
-    Unknown: "ONNX has no operator for `special_bessel_j0` in Unknown.curve",
-    Hooked: "Hooked.layer has hooks",
-    Silent: "Silent.step cannot be exported: it has no `draw_noise`",
+    "Deciding": (
+        lambda self, obs: self.layer(obs) if obs.sum() > 0 else 0.0,
+        "`_local_scalar_dense` in Deciding hands a value to Python",
+    ),
+    "Selecting": (lambda self, obs: obs[obs > 0].sum(), "`index` in Selecting gives a shape"),
+    "Rolling": (lambda self, obs: torch.rand(3), "`rand` in Rolling draws random numbers"),
+    "Numpy": (
+        lambda self, obs: torch.from_numpy(obs.numpy()[..., :3]),
+        "`Tensor.numpy` in Numpy hands values to Python",
+    ),
+    "Holding": (
+        lambda self, obs: self.held,
+        "`add` in Holding reads a tensor that is no input, parameter or buffer",
+    ),
+    "Counting": (count_calls, "changes while it answers (attribute calls)"),
+    "Watching": (watch, "changes while it answers (Watching.seen)"),
+    "Drawing": (
+        lambda self, obs: self.random.normal(),
+        "changes while it answers (attribute random)",
+    ),
+    "Tossing": (
+        lambda self, obs: float(np.random.rand() < 1e-6),
+        "draws from the global random numbers",
+    ),
+    "Choosing": (
+        lambda self, obs: float(random.random() < 1e-6),
+        "draws from the global random numbers",
+    ),
+    "Unknown": (
+        lambda self, obs: self.curve(obs[..., :3]),
+        "ONNX has no operator for `special_bessel_j0` in Unknown.curve",
+    ),
+    "Hooked": (lambda self, obs: self.layer(obs), "Hooked.layer has hooks"),
+    "Silent": (None, "Silent.step cannot be exported: it has no `draw_noise`"),
 }
 
 
-@pytest.mark.parametrize("cls", REFUSED)
-def test_what_cannot_be_exported_is_refused_with_the_reason_or_runs_with_torch(cls, caplog, capfd):
+def refused(name):
+    "An actor that cannot be exported."
+    extra, _ = REFUSED[name]
+    if extra is None:
+        return Silent()
+    actor = type(name, (Own,), dict(extra=extra))()
+    if name == "Hooked":
+        actor.layer.register_forward_hook(lambda *args: None)
+    return actor
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exported_is_refused_with_the_reason_or_runs_with_torch(name, caplog, capfd):
+    _, reason = REFUSED[name]
     for _ in range(2):  # the second stream says nothing more
         torch.manual_seed(0)
-        actor = cls()
+        actor = refused(name)
         ticks = {}
         for engine in ("auto", "torch"):
             torch.manual_seed(1)
@@ -803,15 +541,13 @@ def test_what_cannot_be_exported_is_refused_with_the_reason_or_runs_with_torch(c
         with pytest.raises(ActorError) as e:
             next(iter(EnvStepper(Dreams, actor, engine="onnxruntime")))
         assert (
-            REFUSED[cls] in str(e.value)
+            reason in str(e.value)
             and "cannot be exported" in str(e.value)
             and e.value.pipe == "EnvStepper"
             and e.value.lane == 0
         )
     said = [r.getMessage() for r in caplog.records if r.name == "rollpipe"]
-    assert (
-        len(said) == 1 and said[0].startswith("torch runs the actor: ") and REFUSED[cls] in said[0]
-    )
+    assert len(said) == 1 and said[0].startswith("torch runs the actor: ") and reason in said[0]
     assert capfd.readouterr() == (
         "",
         "",
@@ -819,8 +555,8 @@ def test_what_cannot_be_exported_is_refused_with_the_reason_or_runs_with_torch(c
 
 
 def test_an_actor_that_becomes_one_that_cannot_be_exported(caplog):
-    actor = Holding()
-    actor.extra = lambda obs: 0.0
+    actor = refused("Holding")
+    actor.extra = lambda obs: 0.0  # in the place of what its class does
     auto, torchs, strict = streams(actor, engines=("auto", "torch", "onnxruntime"))
     for stream in (auto, torchs, strict):
         next(stream)
@@ -886,61 +622,6 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
 # Loops, workers, learners
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "gauss", "gru with past", "lstm", "q", "convolution", "mixed"]
-)
-def test_an_engine_for_many_steps_gives_the_bits_of_single_steps(name):
-    "A loop over rows, written here anew, gives the ticks of the stepper with the same engine."
-    make, obs, act = ACTORS[name]
-    actor = make()
-    where = dict(pipe="loop", lane=0)
-    for engine_name in ("torch", "onnxruntime"):
-
-        def interaction(engine_name=engine_name):
-            envs = env_batch(
-                env_factories(lambda: Dreams(obs, act), 3), np.random.SeedSequence(1), **where
-            )
-            return Interaction(actor, envs, np.random.SeedSequence(2), engine=engine_name).start()
-
-        ticks = interaction().ticks()
-        loop = interaction()
-        engine = loop.engine
-        last = loop.act
-        hx = loop.hx
-        rows = Rows(loop.state, 19)
-        assert engine.name == engine_name
-        rows.put(0, loop.state)
-        for begin, n in ((0, 7), (7, 7), (14, 4)):
-            engine.load()
-            where_to, at = engine.begin(rows, begin, n, rows.rows[begin], last, hx)
-            found = []
-            for t in range(n):
-                array, hx = engine.answer(t)
-                found.append((nested.map(np.copy, array), nested.map(torch.clone, hx)))
-                if begin + t == 0:
-                    loop.envs._at = rows, 0  # the interaction has reset these environments
-                out = loop.envs.step(nested.map(lambda x: torch.from_numpy(x.copy())[None], array))
-                where_to.put(at + t + 1, out.state, out.term)
-                if out.ended:
-                    engine.renew(t, loop.checked.reset(hx, out.ended))
-            reports, last, hx = engine.end(rows, begin, n)
-            for t, report in enumerate(
-                nested.map(
-                    lambda x: x[None], [nested.getitem(nested.cat(reports), k) for k in range(n)]
-                )
-            ):
-                tick = next(ticks)
-                assert_equal(report, tick.actor)
-                for x, y in zip(nested.leaves(found[t][0]), nested.leaves(tick.next.act)):
-                    assert np.array_equal(x, y)
-                for x, y in zip(
-                    nested.leaves(nested.getitem(rows.state, begin + t + 1)),
-                    nested.leaves(tick.next),
-                ):
-                    assert np.array_equal(x, y)
-            assert_equal(hx, tick.next_hx)
-
-
 @pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])
 def test_the_stream_does_not_depend_on_the_number_of_workers(cls):
     found = []
@@ -958,21 +639,6 @@ def test_the_stream_does_not_depend_on_the_number_of_workers(cls):
         found.append(batches)
     for other in found[1:]:
         assert_equal(other, found[0])
-
-
-@pytest.mark.parametrize(
-    "name", ["mlp", "gauss", "std of the state", "mixed", "gru with past", "lstm"]
-)
-def test_the_first_ratio_of_ppo_is_one(name):
-    make, obs, act = ACTORS[name]
-    actor = make()
-    _, stream = streams(actor, obs, act, n_envs=4, n_steps=50)
-    for _ in range(3):
-        batch = next(stream)
-        with torch.no_grad():
-            ratio = (actor.eval().replay(batch)["logp"] - batch.actor["logp"][:-1]).exp()
-        assert (ratio - 1).abs().max() < 1e-4
-        learn(actor, 0.2)
 
 
 def test_virtual_reactions_are_those_of_torch(monkeypatch):
@@ -1037,18 +703,6 @@ def test_a_pipeline_that_has_run_can_be_copied_pickled_and_forked():
 
 def _leaves_of_next(pipe):
     return [x.numpy() for x in nested.leaves(next(iter(pipe)))]
-
-
-def test_gradients_still_flow_and_training_goes_on():
-    actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
-    stream = streams(actor)[1]
-    optimizer = torch.optim.Adam(actor.parameters())
-    for _ in range(3):
-        before = [p.detach().clone() for p in actor.parameters()]
-        (actor.replay(next(stream))["logp"] ** 2).mean().backward()
-        optimizer.step()
-        bump_version(actor)
-        assert all(not torch.equal(p, b) for p, b in zip(actor.parameters(), before))
 
 
 def test_one_thread_and_sequential():

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from evaluation_cases import Constant, Luck
-from PIL import Image
-from toys import Stepped
+from toys import Acts, Scripted
 
 from rollpipe.agents import A2C
 from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
-from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
+from rollpipe.layers import GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
 from rollpipe.pipes.data.errors import ActorError, DataError, EnvError
 from rollpipe.pipes.envs.watching import check_film
@@ -23,27 +22,34 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 
 
-class Lengths(Stepped):
-    "Lasts as long as its random generator says; pays 1 a step; ends by a limit if even."
+def begin_lengths(env):
+    env.length = int(env.np_random.choice([2, 41]))
+
+
+def ends_lengths(env):
+    "By a limit if the length is even."
+    over = env.count == env.length
+    return over and env.length % 2 == 1, over and env.length % 2 == 0
+
+
+class Lengths(Scripted):
+    "Lasts as long as its random generator says; pays 1 a step."
 
     observation_space = gym.spaces.Box(-1, 1, (1,))
     action_space = gym.spaces.Discrete(2)
 
-    def begin(self):
-        self.length = int(self.np_random.choice([2, 41]))
-
-    def look(self):
-        return np.zeros(1, np.float32)
-
-    def ends(self):
-        over = self.count == self.length
-        return over and self.length % 2 == 1, over and self.length % 2 == 0
+    def __init__(self):
+        super().__init__(
+            see=np.zeros(1, np.float32), pay=1.0, begin=begin_lengths, ends=ends_lengths
+        )
 
 
-class Zero(Actor):
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        assert not self.training and not torch.is_grad_enabled()
-        return torch.zeros(fin.shape, dtype=torch.int64), (), {}
+def check_mode(shown):
+    assert not torch.is_grad_enabled()
+
+
+def Zero():
+    return Acts(0, before=check_mode, uses_past=False)
 
 
 def test_short_episodes_are_not_preferred():
@@ -144,14 +150,6 @@ def test_modes_of_all_parts_are_restored_even_after_an_error():
         assert actor.training and actor.inner.training and not actor.frozen.training
 
 
-def test_endless_episode():
-    with pytest.raises(
-        EnvError, match="environment 0: the episode does not end.*max_steps, got 5 steps"
-    ):
-        actor = RandomActor(gym.spaces.Box(-2, 2, (1,)))
-        evaluate("Pendulum-v1", actor, 1, max_steps=5, on_limit="raise")
-
-
 def test_environments_are_closed():
     closed = []
 
@@ -163,15 +161,6 @@ def test_environments_are_closed():
     assert len(closed) >= 3
 
 
-def test_film_of_one_episode(tmp_path):
-    policy = MLPPolicy.for_env("CartPole-v1", seed=0)
-    found = evaluate("CartPole-v1", policy, 3, n_envs=2, seed=0, record=tmp_path / "x.gif")
-    with Image.open(tmp_path / "x.gif") as film:
-        assert film.n_frames <= found.lengths[0] + 1  # frames that are the same may be joined
-        assert film.n_frames >= found.lengths[0] // 2 and film.size == (600, 400)
-    assert (found.returns == evaluate("CartPole-v1", policy, 3, n_envs=2, seed=0).returns).all()
-
-
 def test_what_cannot_be_filmed(tmp_path, monkeypatch):
     with pytest.raises(EnvError, match="cannot be filmed.*rgb_array.*None"):
         evaluate(lambda: gym.make("CartPole-v1"), Zero(), 1, record=tmp_path / "x.gif")
@@ -181,21 +170,6 @@ def test_what_cannot_be_filmed(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"rollpipe\[video\]"):
         evaluate("CartPole-v1", Zero(), 1, record=tmp_path / "x.mp4")
     assert list(tmp_path.iterdir()) == []
-
-
-class Choosing(gym.Env):
-    "An environment that takes any action."
-
-    observation_space = gym.spaces.Box(0, 1, (1,))
-
-    def __init__(self, space):
-        self.action_space = space
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
 def test_random_actor_is_uniform_and_seeded():
@@ -216,9 +190,12 @@ def test_random_actor_is_uniform_and_seeded():
     ],
 )
 def test_random_actions_of_lanes_differ_and_do_not_depend_on_the_workers(space, caplog):
+    def env():
+        return Scripted([(99, "trunc")], action_space=space, tell={}, tell_first={})
+
     def actions(service):
-        actor = RandomActor(space)
-        pipe = Lanes(FragmentCollector(EnvStepper(lambda: Choosing(space), actor, 2), 6), 2, seed=0)
+        stepper = EnvStepper(env, RandomActor(space), 2)
+        pipe = Lanes(FragmentCollector(stepper, 6), 2, seed=0)
         with DataLoader2(pipe, reading_service=service) as loader:
             fragments = list(islice(loader, 6))
         return [
@@ -355,15 +332,11 @@ def test_what_cannot_be_cut_off():
 # --- single steps
 
 
-class Telling(Actor):
+class Telling(Acts):
     "Reports what it has seen, and completes its reports afterwards."
 
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        return (
-            torch.zeros(fin.shape, dtype=torch.int64),
-            (),
-            dict(stepno=stepno, more=dict(obs=obs)),
-        )
+    def __init__(self):
+        super().__init__(0, report=lambda x: dict(stepno=x.stepno, more=dict(obs=x.obs)))
 
     def complete(self, act, info):
         return {**info, "act": act}
@@ -416,30 +389,23 @@ def test_a_trace_costs_nothing_else():
     )
 
 
-class Fading(Stepped):
-    "The observation is the number of the step; the episode ends after `length` steps, truncated or terminated."
-
-    observation_space = gym.spaces.Box(0, 99, (1,))
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, length, truncated):
-        self.length, self.truncated = length, truncated
-
-    def ends(self):
-        over = self.count == self.length
-        return over and not self.truncated, over and self.truncated
+def fading(length, truncated):
+    "The observation is the number of the step; the episode ends after `length` steps."
+    end = "trunc" if truncated else "term"
+    return Scripted([(length, end)], pay=1.0, observation_space=gym.spaces.Box(0, 99, (1,)))
 
 
-class Judge(Actor):
+def judge():
     "Its value is 7 + 10 times the observation, and depends on a memory that counts the steps of an episode, from 1 on."
 
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        n = torch.zeros(1, fin.shape[1]) if hx is None else hx[0]
-        return (
-            torch.zeros(fin.shape, dtype=torch.int64),
-            (n + 1,),
-            dict(value=7 + 10 * obs[..., 0] + (n + 1) / 10),
-        )
+    def count(x):
+        return 1 + (torch.zeros(1, x.fin.shape[1]) if x.hx is None else x.hx[0])
+
+    return Acts(
+        0,
+        remember=lambda x: (count(x),),
+        report=lambda x: dict(value=7 + 10 * x.obs[..., 0] + count(x) / 10),
+    )
 
 
 VECTORS = [None, "SameStep", "NextStep", "Disabled"]
@@ -449,9 +415,9 @@ VECTORS = [None, "SameStep", "NextStep", "Disabled"]
 def test_a_trace_has_the_value_of_the_last_observation(mode):
     "So one can draw TD errors: it is a virtual reaction with the memory of that moment, and 0 where the episode terminated."
     plan = [(2, True), (4, False), (3, True), (1, True), (5, False)]
-    envs = [lambda x=x: Fading(*x) for x in plan]
+    envs = [lambda x=x: fading(*x) for x in plan]
     env = envs if mode is None else gym.vector.SyncVectorEnv(envs, autoreset_mode=mode)
-    trace = evaluate(env, Judge(), 5, n_envs=5 if mode is None else None, seed=0, trace=True).trace
+    trace = evaluate(env, judge(), 5, n_envs=5 if mode is None else None, seed=0, trace=True).trace
     v = trace.actor["value"].numpy()
     for b, (length, truncated) in enumerate(plan):
         known = [7 + 10 * k + (k + 1) / 10 for k in range(length + 1)]
@@ -463,8 +429,8 @@ def test_a_trace_has_the_value_of_the_last_observation(mode):
 
 def test_the_value_of_the_last_observation_of_an_episode_that_was_cut_off():
     trace = evaluate(
-        lambda: Fading(9, False),
-        Judge(),
+        lambda: fading(9, False),
+        judge(),
         4,
         n_envs=2,
         seed=0,

@@ -2,69 +2,29 @@
 
 import json
 import re
-from itertools import product
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gymnasium.spaces import Box, Dict, Discrete
 
 from rollpipe.agents import evaluate
 from rollpipe.cli.main import main
 from rollpipe.layers import (
     Actor,
-    ConvTrunk,
-    DeterministicPolicy,
     MLPPolicy,
     QPolicy,
-    QuantilePolicy,
     RecurrentPolicy,
-    RecurrentQPolicy,
-    SquashedPolicy,
 )
-from rollpipe.layers.encoders import Bits, ModuleDict
-from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import ActorError, DataError
-from rollpipe.pipes.envs.actions import in_containers
-from rollpipe.pipes.envs.factories import space_spec
 from rollpipe.runs import load_agent
 from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 
-N = np.float64
 pytestmark = pytest.mark.usefixtures("functions_of_onnx")
 
 
-class Odd(gym.Env):
-    "Every kind of leaf in observations and actions; the rewards and the ends of its episodes are random."
-
-    observation_space = gym.spaces.Dict(
-        image=gym.spaces.Box(0, 255, (36, 36, 3), np.uint8),
-        number=gym.spaces.Discrete(4, start=1),
-        bits=gym.spaces.MultiBinary(3),
-        speed=gym.spaces.Box(-np.inf, np.inf, (2,), N),
-    )
-    action_space = gym.spaces.Dict(
-        a=gym.spaces.Discrete(3, start=2),
-        b=gym.spaces.Box(-0.01, 0.02, (2, 2)),
-        c=gym.spaces.Tuple([gym.spaces.MultiDiscrete([2, 3]), gym.spaces.MultiBinary(2)]),
-    )
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(int(self.np_random.integers(2**31)))
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        assert action in self.action_space
-        return (
-            self.observation_space.sample(),
-            self.np_random.normal(),
-            self.np_random.random() < 0.2,
-            False,
-            {},
-        )
+NESTED = Dict(image=Box(0, 255, (2, 2), np.uint8), number=Discrete(4)), Discrete(3)
 
 
 ACTORS = {
@@ -119,55 +79,6 @@ def test_an_episode_by_predict_is_an_episode_of_the_evaluation(name, env_id):
     )
 
 
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("name", ACTORS)
-@settings(deadline=None, max_examples=15)
-@given(
-    n=st.integers(1, 4),
-    seed=st.integers(0, 99),
-    ends=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=4, max_size=4),
-)
-def test_a_batch_is_one_by_one(name, n, seed, ends):
-    actor = ACTORS[name](Odd)
-    space = Odd.observation_space
-    space.seed(seed)
-    state = None
-    alone = [None] * n
-    for t, start in enumerate(ends):
-        rows = [space.sample() for _ in range(n)]
-        rew = np.random.default_rng(seed + t).normal(size=n)
-        actions, state = actor.predict(
-            {k: np.stack([row[k] for row in rows]) for k in space},
-            state,
-            episode_start=start[:n],
-            reward=rew,
-        )
-        for b in range(n):
-            action, alone[b] = actor.predict(
-                rows[b], alone[b], episode_start=start[b], reward=rew[b]
-            )
-            assert action in Odd.action_space
-            for x, y in (
-                (action["a"], actions["a"][b]),
-                (action["b"], actions["b"][b]),
-                (action["c"][0], actions["c"][0][b]),
-            ):
-                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
-def test_noise_only_if_asked():
-    actor = MLPPolicy.for_env("Pendulum-v1", seed=0)
-    obs = np.zeros(3, np.float32)
-    torch.manual_seed(0)
-    same, other = (
-        {float(actor.predict(obs, deterministic=d)[0][0]) for _ in range(5)} for d in (True, False)
-    )
-    assert len(same) == 1 and len(other) > 1
-    actor.train()
-    actor.predict(obs)
-    assert actor.training and torch.is_grad_enabled()
-
-
 class NoSpaces(Actor):
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         return fin.long(), (), {}
@@ -203,7 +114,7 @@ class NoSpaces(Actor):
             DataError,
             "as by `obs, info = env.reset",
         ),
-        (lambda: ACTORS["mlp"](Odd).predict({}), DataError, "obs has the wrong structure"),
+        (lambda: ACTORS["mlp"](NESTED).predict({}), DataError, "obs has the wrong structure"),
         (
             lambda: QPolicy.for_env("Taxi-v4").predict(500),
             DataError,
@@ -215,7 +126,7 @@ class NoSpaces(Actor):
             "leaf obs: this observation has no action",
         ),
         (
-            lambda: ACTORS["mlp"]((Box(-np.inf, np.inf, (2,), N), Discrete(3))).predict(
+            lambda: ACTORS["mlp"]((Box(-np.inf, np.inf, (2,), np.float64), Discrete(3))).predict(
                 np.array([[0, 0], [0, 1e39]])
             ),
             DataError,
@@ -342,256 +253,6 @@ def test_a_state_that_is_none(state):
         DataError, match="leaf state: .*Expected what the call for the step before returned, got"
     ):
         ACTORS["gru"]("CartPole-v1").predict(THREE, state)
-
-
-EXPORTED = {**ACTORS, "q": lambda env: QPolicy.for_env(env, duelling=True, seed=0)}
-CASES = [
-    *product((("lstm", Odd), ("mlp", "Pendulum-v1")), FORMATS),
-    (("mlp", Odd), "torchscript"),
-    (("q", "Taxi-v4"), "torchscript"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case, to", CASES
-)  # the other cells and policies, in all formats, are in the matrix below
-def test_an_exported_policy_plays_as_the_actor_does(case, to, tmp_path):
-    name, env = case
-    actor = EXPORTED[name](env)
-    if actor.obs_norm is not None:
-        actor.obs_norm.update(torch.randn(50, actor.obs_norm.mean.shape[-1]) * 3 + 1)
-    assert export_policy(
-        actor, tmp_path / "policy", to, {"env": str(env)}
-    )  # which compares three steps
-    run = FORMATS[to].run((tmp_path / "policy").read_bytes())
-    policy = PolicyFunction(actor)
-    space = actor.observation_space
-    space.seed(1)
-    rows = [space.sample() for _ in range(5)]
-    inputs = policy.beginning(5)
-    stacked = (
-        {f"obs_{k}": np.stack([row[k] for row in rows]) for k in space}
-        if env is Odd
-        else {"obs": np.stack(rows)}
-    )
-    inputs.update({k: torch.from_numpy(x) for k, x in stacked.items()})
-    found = dict(zip(policy.outputs, run(*inputs.values())))
-    wanted = [actor.predict(row)[0] for row in rows]
-    for b, action in enumerate(wanted):
-        names = ("act_a", "act_b", "act_c_0", "act_c_1") if env is Odd else ("act",)
-        leaves = dict(
-            zip(names, (action["a"], action["b"], *action["c"]) if env is Odd else (action,))
-        )
-        for k, x in leaves.items():
-            np.testing.assert_allclose(np.asarray(found[k])[b], x, rtol=1e-3, atol=1e-4)
-
-
-Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple = (
-    getattr(gym.spaces, name)
-    for name in ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple")
-)
-CONV = dict(images="conv", n_out=6)
-WIDE = MultiDiscrete([3, 2, 4], start=[1, -2, 0])
-GRID = MultiDiscrete([[3, 2], [4, 5]])
-
-
-def image(*shape, dtype=np.uint8):
-    return Box(0, 255 if dtype is np.uint8 else 1, shape, dtype)
-
-
-def own_encoder(space):
-    return ModuleDict(dict(a=ConvTrunk((6, 5, 3), 4), b=(Bits((2,), [3, 4]), Bits((), 8))))
-
-
-# Each encoder, head, policy and recurrent cell is in one of these at least: observations, actions, class, its options.
-MATRIX = {
-    "h w": (image(6, 5), Discrete(3), MLPPolicy, dict(encoder=CONV)),
-    "h w c": (image(6, 5, 3), Discrete(3, start=4), MLPPolicy, dict(encoder=CONV)),
-    "c h w": (image(3, 6, 5), WIDE, MLPPolicy, dict(encoder=CONV)),
-    "k h w c": (image(2, 6, 5, 3), MultiDiscrete([3, 3]), MLPPolicy, dict(encoder=CONV)),
-    "k c h w": (image(2, 3, 6, 5), GRID, MLPPolicy, dict(encoder=CONV)),
-    "large h w c": (image(40, 36, 3), MultiBinary((2, 3)), MLPPolicy, dict(encoder=CONV)),
-    "large stack": (image(4, 40, 36), Box(-1, 1, ()), MLPPolicy, dict(encoder=CONV)),
-    "bool image": (image(6, 5, 3, dtype=bool), Box(-1, 2, (2,)), MLPPolicy, dict(encoder=CONV)),
-    "flat image": (image(4, 4, 3), Box(-1, 2, (2, 3)), MLPPolicy, dict(std="state")),
-    "number": (Box(-1, 1, ()), Box(-1, 2, (2,), N), MLPPolicy, dict(std="fixed")),
-    "int16": (Box(-5, 5, (2, 3), np.int16), Discrete(3), MLPPolicy, dict(hidden=())),
-    "float64": (
-        Box(-1, 1, (2, 3), N),
-        Dict(a=Discrete(3), b=Tuple([WIDE, Box(-1, 1, (2,))])),
-        MLPPolicy,
-        {},
-    ),
-    "switches": (MultiBinary((2, 3)), Discrete(3), QPolicy, dict(normalize=True)),
-    "one-hot": (
-        WIDE,
-        Discrete(3, start=2),
-        QPolicy,
-        dict(duelling=True, hidden=(8, 8), activation="tanh"),
-    ),
-    "bits": (GRID, Discrete(3), QuantilePolicy, dict(encoder=dict(discrete="bits"), n_quantiles=5)),
-    "embedding": (
-        WIDE,
-        Discrete(3),
-        QuantilePolicy,
-        dict(
-            encoder=dict(discrete="embed", size=3), duelling=True, hidden=(8, 8), activation="tanh"
-        ),
-    ),  # values are never equal, as with relu
-    "one integer": (
-        Discrete(5, start=2),
-        Box(-1, 2, ()),
-        SquashedPolicy,
-        dict(encoder=dict(discrete="embed", size=3)),
-    ),
-    "one integer, bits": (
-        Discrete(5, start=2),
-        Box(-1, 2, (2,)),
-        DeterministicPolicy,
-        dict(encoder=dict(discrete="bits")),
-    ),
-    "parts": (
-        Dict(a=image(6, 5, 3), b=Tuple([Discrete(4), Box(-1, 1, (2,))])),
-        Box(-1, 2, (2, 3)),
-        SquashedPolicy,
-        dict(encoder=CONV),
-    ),
-    "parts, pixels": (
-        image(6, 5, 3),
-        Box(-1, 2, (2, 3), N),
-        DeterministicPolicy,
-        dict(encoder=CONV),
-    ),
-    "own": (
-        Dict(a=image(6, 5, 3), b=Tuple([MultiDiscrete([3, 4]), Discrete(8)])),
-        Discrete(3),
-        MLPPolicy,
-        dict(encoder=own_encoder),
-    ),
-    **{
-        f"{cell}, {layers}": (
-            image(6, 5, 3),
-            Dict(a=Discrete(3), b=Box(-1, 1, (2,))),
-            RecurrentPolicy,
-            dict(encoder=CONV, cell=cell, layers=layers, past=layers == 2, memory=4),
-        )
-        for cell, layers in (("gru", 1), ("lstm", 1), ("gru", 2), ("lstm", 2))
-    },
-    **{
-        f"{cell}, q": (
-            Box(-1, 1, (3,)),
-            Discrete(3),
-            RecurrentQPolicy,
-            dict(cell=cell, duelling=True, past=True, memory=4, normalize=True),
-        )
-        for cell in ("gru", "lstm")
-    },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("name", MATRIX)
-def test_a_file_answers_any_number_of_environments(name, to):
-    "One file, asked by 1, 3 and 64 of them, for three steps, before the last of which some episodes begin."
-    obs_space, act_space, cls, options = MATRIX[name]
-    actor = cls.for_env(
-        (obs_space, act_space), **{"hidden": (8,), "seed": 0, **options}
-    ).requires_grad_(False)
-    if actor.obs_norm is not None:
-        actor.obs_norm.update(torch.randn(50, *actor.obs_norm.shape) * 3 + 1)
-    policy = PolicyFunction(actor).eval()
-    with torch.no_grad():
-        run = FORMATS[to].run(FORMATS[to].write(policy, tuple(policy.inputs.values()), "{}"))
-    if run is None:
-        pytest.skip("there is no onnxruntime")
-    obs_space.seed(1)
-    for n in (1, 3, 64):
-        state = None
-        memory = {}
-        rng = np.random.default_rng(n)
-        for t in range(3):
-            obs = nested.stack(
-                [
-                    nested.map(
-                        np.asarray, in_containers(obs_space.sample(), space_spec(obs_space, "obs"))
-                    )
-                    for _ in range(n)
-                ]
-            )
-            start = (t == 0) | (rng.random(n) < 0.5) & (t == 2)
-            rew = rng.normal(size=n).astype(np.float32)
-            known = {"start": torch.from_numpy(start), "last_rew": torch.from_numpy(rew), **memory}
-            inputs = policy.beginning(n)
-            inputs.update(
-                zip(inputs, nested.leaves(nested.torchify(obs)))
-            )  # they are the first ones
-            inputs.update({k: known[k] for k in inputs if k in known})
-            found = dict(zip(policy.outputs, run(*inputs.values())))
-            memory = {k.removeprefix("next_"): x for k, x in found.items() if k.startswith("next_")}
-            action, state = actor.predict(obs, state, episode_start=start, reward=rew)
-            wanted = nested.leaves(in_containers(action, space_spec(act_space, "act")))
-            acts = [x for k, x in found.items() if k.startswith("act")]
-            assert len(acts) == len(wanted)
-            for x, y in zip(acts, wanted):
-                np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5)
-            past = (
-                [x[0] for x in nested.leaves(state.act)] if actor.uses_past else []
-            )  # before it is clipped to the bounds
-            carried = [*past, *nested.leaves(state.hx)]
-            for x, y in zip(memory.values(), carried, strict=True):
-                torch.testing.assert_close(torch.as_tensor(x), y)
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("to", FORMATS)
-def test_a_policy_that_sees_its_past_needs_nothing_but_its_file(to, tmp_path):
-    "It sees the actions that it wanted, of which the environment gets the clipped ones."
-    actor = RecurrentPolicy.for_env("Pendulum-v1", past=True, seed=0).requires_grad_(False)
-    for name, x in actor.named_parameters():
-        x.mul_(4 if x.ndim > 1 else 1).add_(1.5 * ("bias" in name))
-    assert export_policy(actor, tmp_path / "policy", to) or to == "onnx"
-    run = FORMATS[to].run((tmp_path / "policy").read_bytes())
-    policy = PolicyFunction(actor)
-    if run is None:
-        pytest.skip("there is no onnxruntime")
-    raw = []
-    obs = np.array([[0.3, -0.2, 4.0]], np.float32)
-    inputs = policy.beginning(1)
-    state = None
-    for t in range(6):
-        inputs["obs"] = torch.from_numpy(obs)
-        inputs["start"] = torch.tensor([t == 0])
-        found = dict(zip(policy.outputs, run(*inputs.values()), strict=True))
-        act, state = actor.predict(obs, state, reward=np.zeros(1))
-        np.testing.assert_allclose(np.asarray(found["act"]), act, rtol=1e-4)
-        inputs.update(
-            {
-                name.removeprefix("next_"): torch.as_tensor(x)
-                for name, x in found.items()
-                if name.startswith("next_")
-            }
-        )
-        raw.append(float(np.asarray(found["next_last_act"])[0, 0]))
-        assert np.clip(raw[-1], -2, 2) == pytest.approx(act[0, 0], rel=1e-4)
-        obs = obs * -0.7
-    assert np.abs(raw).max() > 2
-
-
-def test_a_file_that_answers_differently_is_not_written(tmp_path):
-    class Clock(MLPPolicy):
-        "Its action depends on the number of the step, which a file is not told."
-
-        def params(self, obs, act, rew, fin, *, hx, stepno):
-            mean, log_std = super().params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
-            return type(self.head.forward(self.trunk.forward(self.features(obs))))(
-                mean + stepno.unsqueeze(-1), log_std
-            ), ()
-
-    with pytest.raises(DataError, match="the exported policy answers differently at step 1"):
-        export_policy(Clock.for_env("Pendulum-v1", seed=0), tmp_path / "policy", "torchscript")
-    assert not list(tmp_path.iterdir())
 
 
 class Told(Actor):

@@ -209,26 +209,6 @@ def test_every_later_step_is_equally_likely():
         assert sum((x - 2000) ** 2 / 2000 for x in counts.values()) < n + 5 * (2 * n) ** 0.5
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_how_many_keep_their_goal(k):
-    "With `k` new goals for each old one, 1 of `k + 1`."
-    pipe = Hindsight(
-        Replay(Kept(collected("endless", 9, 8)), 500, 4000, warmup=288, seed=0),
-        GoalRules(PointReach),
-        k,
-    )
-    sample = [next(item.samples, None) for item in pipe][-1]
-    own = {
-        tuple(step["obs"]["desired_goal"].tolist())
-        for step in episodes_of(collected("endless", 9, 8))
-    }
-    kept = (
-        sum(tuple(goal.tolist()) in own for goal in sample.fragment.state.obs["desired_goal"][0])
-        / 4000
-    )
-    assert abs(kept - 1 / (k + 1)) < 0.03
-
-
 def episodes_of(fragments):
     found = Episodes()
     for f in fragments:

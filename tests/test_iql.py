@@ -28,24 +28,10 @@ def answer(net, x, activation):
     return x
 
 
-class PlainAdam:
-    "Algorithm 1 of Kingma and Ba 2015."
-
-    def __init__(self, params):
-        self.params = params
-        self.first = [torch.zeros_like(p) for p in params]
-        self.second = [torch.zeros_like(p) for p in params]
-        self.count = 0
-
-    def descend(self, loss, rate):
-        self.count += 1
-        for k, (p, grad) in enumerate(zip(self.params, torch.autograd.grad(loss, self.params))):
-            self.first[k] = 0.9 * self.first[k] + 0.1 * grad
-            self.second[k] = 0.999 * self.second[k] + 0.001 * grad**2
-            mean = self.first[k] / (1 - 0.9**self.count)
-            square = self.second[k] / (1 - 0.999**self.count)
-            with torch.no_grad():
-                p -= rate * mean / (square.sqrt() + 1e-8)
+def descend(adam, loss):
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
 
 
 class PlainIQL:
@@ -74,9 +60,9 @@ class PlainIQL:
         ]
         self.target = [[x.detach().clone() for x in q] for q in self.q]
         self.adams = dict(
-            value=PlainAdam(self.value),
-            q=PlainAdam(self.q[0] + self.q[1]),
-            policy=PlainAdam([*self.policy, self.log_std]),
+            value=torch.optim.Adam(self.value, RATE),
+            q=torch.optim.Adam(self.q[0] + self.q[1], RATE),
+            policy=torch.optim.Adam([*self.policy, self.log_std], RATE),
         )
         low, high = (torch.from_numpy(x).double() for x in (SPACES[1].low, SPACES[1].high))
         self.middle = (low + high) / 2
@@ -122,8 +108,8 @@ class PlainIQL:
         for (obs, position, _), goal in zip(steps, goals):
             for q in self.q:
                 q_loss += 0.5 * (self.action_values(q, obs, position) - goal) ** 2 / len(steps)
-        self.adams["value"].descend(value_loss, RATE)
-        self.adams["q"].descend(q_loss, RATE)
+        descend(self.adams["value"], value_loss)
+        descend(self.adams["q"], q_loss)
 
         weights = []
         policy_loss = 0.0
@@ -132,7 +118,8 @@ class PlainIQL:
             weights.append(min(math.exp(self.beta * advantage), self.max_weight))
             policy_loss -= weights[-1] * self.log_likelihood(obs, act) / len(steps)
         rate = RATE * (1 + math.cos(math.pi * self.steps / self.horizon)) / 2
-        self.adams["policy"].descend(policy_loss, rate)
+        self.adams["policy"].param_groups[0]["lr"] = rate
+        descend(self.adams["policy"], policy_loss)
 
         for target, q in zip(self.target, self.q):
             for old, new in zip(target, q):
@@ -166,10 +153,6 @@ def rows_of(fragment):
     ]
 
 
-def stacked(nets, k):
-    return torch.stack([net[k] for net in nets])
-
-
 @pytest.mark.parametrize("outside", [False, True], ids=["inside the bounds", "beyond the bounds"])
 def test_updates_are_those_of_the_equations(outside):
     options = dict(expectile=0.8, beta=2.0, gamma=0.9, tau=0.3, max_weight=1.5)
@@ -201,26 +184,32 @@ def test_updates_are_those_of_the_equations(outside):
         return [net[0].T, net[2], net[1].T, net[3]]
 
     actor, critic, target = agent.actor, agent.critic, agent.target
-    value = plain.adams["value"]
-    policy = plain.adams["policy"]
+    value_net = critic.value_net
     of_policy = [*actor.trunk.hidden.parameters(), *actor.head.mean.parameters()]
-    of_value = [*critic.value_net.hidden.parameters(), *critic.value_net.last.parameters()]
-    for network, params, moments in (
-        (of_policy, plain.policy, policy),
-        (of_value, plain.value, value),
-    ):
-        optimizer = agent.optimizers["policy" if moments is policy else "critic"]
-        for name, rows in (("exp_avg", moments.first), ("exp_avg_sq", moments.second)):
-            for p, x in zip(network, layers(rows)):
-                close(optimizer.state[p][name], x)
-        for p, x in zip(network, layers(params)):
-            close(p, x)
+    of_value = [*value_net.hidden.parameters(), *value_net.last.parameters()]
     close(actor.head.log_std, plain.log_std)
-    q = plain.adams["q"]
-    for k, p in enumerate([*critic.net.weights, *critic.net.biases]):
-        close(p, stacked(plain.q, k).reshape(p.shape))
-        state = agent.optimizers["critic"].state[p]
-        for name, rows in (("exp_avg", q.first), ("exp_avg_sq", q.second)):
-            close(state[name], stacked([rows[:4], rows[4:]], k).reshape(p.shape))
+
+    # Weights, and the averages that their optimisers keep of them
+    def averages(optimizer, params):
+        states = [optimizer.state[p] for p in params]
+        return [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
+
+    for name, mine, params in (
+        ("policy", of_policy, plain.policy),
+        ("value", of_value, plain.value),
+    ):
+        optimizer = agent.optimizers["policy" if name == "policy" else "critic"]
+        found = [mine, *averages(optimizer, mine)]
+        expected = [params, *averages(plain.adams[name], params)]
+        for these, those in zip(found, expected):
+            for p, x in zip(these, layers(those)):
+                close(p, x)
+
+    of_q = [*critic.net.weights, *critic.net.biases]
+    found = [of_q, *averages(agent.optimizers["critic"], of_q)]
+    both = [[q, *averages(plain.adams["q"], q)] for q in plain.q]
+    for these, first, second in zip(found, *both):
+        for k, p in enumerate(these):
+            close(p, torch.stack([first[k], second[k]]).reshape(p.shape))
     for k, p in enumerate([*target.net.weights, *target.net.biases]):
-        close(p, stacked(plain.target, k).reshape(p.shape))
+        close(p, torch.stack([q[k] for q in plain.target]).reshape(p.shape))

@@ -1,7 +1,6 @@
 "What learners share: the order of an update, checks of a batch, normalisers told once, and their state."
 
 import copy
-import math
 import platform
 import subprocess
 import sys
@@ -13,23 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
 from rollpipe.agents.learner import Learner
 from rollpipe.agents.losses import standardized
-from rollpipe.agents.natural_gradient import NPG, TRPO, policy_rows
+from rollpipe.agents.natural_gradient import NPG, TRPO
 from rollpipe.agents.off_policy.action_learner import SAC, TD3
 from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.off_policy.q_learner import DQN, QRDQN
 from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
-from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.tabular import QLearning
 from rollpipe.agents.unroll import lag_of, replay_policy
-from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, SquashedPolicy
+from rollpipe.layers import ActionCritic, Critic, MLPPolicy, SquashedPolicy
 from rollpipe.layers.heads import Gaussian
-from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
-from rollpipe.pipes import on_policy, replayed
-from rollpipe.pipes.data.errors import ActorError, DataError, check_integer
+from rollpipe.pipes import on_policy
+from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.graph.modules import bump_version, version_of
 
 ENV = "CartPole-v1"
@@ -93,41 +89,6 @@ def test_standardized_is_numpys_over_the_rows_that_count(T, B, seed, shift):
     kept = x[valid]
     want = (x - kept.mean()) / kept.std() if kept.std() > 1e-6 * np.abs(kept).max() else 0 * x
     np.testing.assert_allclose(got[valid], want[valid], rtol=1e-9, atol=1e-9)
-
-
-def test_rows_of_a_fragment_with_memory_keep_their_time():
-    actor = RecurrentPolicy.for_env(ENV, seed=0)
-    critic = Critic.for_env(ENV, seed=0)
-    batch = next(iter(on_policy(ENV, actor, critic, n_envs=4, n_steps=16, seed=0)))
-    rows = policy_rows(batch)
-    assert (
-        rows.adv.shape == (16, 4)
-        and torch.equal(rows.adv, batch.adv)
-        and float(rows.weight.sum()) == pytest.approx(1)
-    )
-
-
-@pytest.mark.parametrize(
-    "value, kw", [(-1, dict(low=0)), (2.0, dict(low=0, high=1)), (math.nan, dict(low=0))]
-)
-def test_options_out_of_range_are_named(value, kw):
-    with pytest.raises(ValueError, match="Part: out of range") as e:
-        check_range(Part(1.0), **kw, fine=1, epochs=value)
-    assert "epochs" in str(e.value) and "fine" not in str(e.value)
-
-
-@pytest.mark.parametrize("value", [1.5, True, 0])
-def test_options_that_are_no_counts_are_named(value):
-    with pytest.raises(ValueError, match=r"Part: out of range") as e:
-        check_integer("epochs", value, pipe=Part(1.0))
-    assert "epochs" in str(e.value)
-
-
-def test_actors_and_critics_that_do_not_fit_are_refused():
-    with pytest.raises(ActorError, match="Descent needs an actor with `replay`"):
-        Descent(nn.Linear(1, 1))
-    with pytest.raises(DataError, match="Descent fits its critic"):
-        Descent(Part(1.0), lambda obs: obs)
 
 
 @pytest.mark.parametrize(
@@ -234,66 +195,7 @@ def test_a_critic_that_shares_the_loss_is_told_before_the_step():
 # ---- the batch
 
 
-def test_batches_that_lack_something_are_refused_and_nothing_changes():
-    agent = make()
-    f = batch_for(agent)
-    before = copy.deepcopy(agent.state_dict())
-    for lacking, words in (
-        (f._replace(adv=None), "Descent.update needs advantages"),
-        (f._replace(ret=None), "value targets.*|ret"),
-        (f._replace(actor={}), "log-probabilities"),
-        (f._replace(valid=f.valid & False), "no valid row"),
-    ):
-        with pytest.raises(DataError, match=words):
-            agent.update(lacking)
-    torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("agent", [make, lambda: DQN(QPolicy.for_env(ENV))])
-def test_a_pipe_in_the_place_of_a_batch_is_refused(agent):
-    with pytest.raises(DataError, match="Expected Fragment, got FragmentStacker"):
-        agent().update(on_policy(ENV, MLPPolicy.for_env(ENV)))
-
-
-@pytest.mark.parametrize("what", ["obs", "rew", "adv", "ret", "logp"])
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_what_is_not_finite_is_named_where_it_counts_only(what, bad):
-    agent = make()
-    f = batch_for(agent, share=0.7)
-    spots = dict(valid=f.valid.nonzero()[0], invalid=(~f.valid).nonzero()[0])
-    for kind, (t, b) in spots.items():
-        x = dict(obs=f.state.obs, rew=f.state.rew, adv=f.adv, ret=f.ret, logp=f.actor["logp"])[
-            what
-        ].clone()
-        x[t + (what == "rew"), b] = bad
-        g = dict(
-            obs=f._replace(state=f.state._replace(obs=x)),
-            rew=f._replace(state=f.state._replace(rew=x)),
-            adv=f._replace(adv=x),
-            ret=f._replace(ret=x),
-            logp=f._replace(actor=dict(f.actor, logp=x)),
-        )[what]
-        if kind == "invalid":
-            agent.check(g, "adv", "ret", "logp")
-        else:
-            with pytest.raises(DataError, match="non-finite") as e:
-                agent.check(g, "adv", "ret", "logp")
-            assert what in e.value.leaf
-
-
 # ---- normalisers and the critic
-
-
-def test_normalisers_have_seen_the_rows_that_count_once():
-    agent = make()
-    f = batch_for(agent, share=0.6)
-    agent.tell_actor(f)
-    agent.tell_critic(f)
-    obs = f.state.obs[:-1][f.valid].double().numpy()
-    for norm in (agent.actor.obs_norm, agent.critic.obs_norm):
-        np.testing.assert_allclose(norm.mean, obs.mean(0), atol=1e-6)
-        assert float(norm.count) == len(obs)
-    assert float(agent.critic.ret_mean) == pytest.approx(float(f.ret[f.valid].mean()), rel=1e-5)
 
 
 def test_a_shared_normaliser_is_told_once():
@@ -328,73 +230,10 @@ def test_fit_moves_the_critic_alone_and_reports_what_the_advantages_were_made_wi
     assert first["explained_variance"] == pytest.approx(1 - (ret - v).var() / ret.var(), rel=1e-5)
 
 
-def test_a_critic_with_memory_gets_what_it_wants():
-    agent = Descent(
-        RecurrentPolicy.for_env(ENV, seed=0, report=True), MemoryCritic.for_env(ENV, seed=0)
-    )
-    m = agent.update(batch_for(agent))
-    assert math.isfinite(m["critic_loss"]) and math.isfinite(m["grad_norm"])
-
-
 # ---- state
 
 
-def test_state_goes_through_a_checkpoint_and_continues_bit_for_bit(tmp_path):
-    a = make(0, lr=1e-2)
-    b = make(1, lr=1e-2)
-    f = batch_for(a)
-    a.update(f)
-    save_checkpoint(tmp_path / "x.safetensors", a, {}, {})
-    b.load_state_dict(load_checkpoint(tmp_path / "x.safetensors").agent_state)
-    assert version_of(a.actor) == version_of(b.actor) == 1
-    for _ in range(2):
-        torch.testing.assert_close(a.update(f), b.update(f), rtol=0, atol=0)
-        assert a.rng().integers(2**60) == b.rng().integers(2**60)
-    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
-
-
 # ---- rates that fall
-
-
-@pytest.mark.parametrize("learner", [TRPO, NPG, PPO, A2C, REINFORCE, VTrace])
-def test_rates_fall_linearly_and_a_loaded_state_goes_on_at_its_place(learner, tmp_path):
-    def made():
-        return learner(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0), decay_steps=512)
-
-    a = made()
-    b = made()
-    f = batch_for(a)
-    limit = getattr(a, "max_kl", None)
-    rates = [group["lr"] for group in a.optimizer.param_groups]
-    for k in range(3):
-        m = a.update(f)
-        assert m["rate_left"] == 1 - k / 4
-        assert [group["lr"] for group in a.optimizer.param_groups] == [
-            lr * (1 - k / 4) for lr in rates
-        ]
-        if learner in (TRPO, NPG):
-            assert m["kl"] <= 1.1 * limit * (
-                1 - k / 4
-            )  # NPG's step has this length to second order
-    save_checkpoint(tmp_path / "x.safetensors", a, {}, {})
-    b.load_state_dict(load_checkpoint(tmp_path / "x.safetensors").agent_state)
-    f = batch_for(a)
-    assert (a.update(f)["rate_left"], b.update(f)["rate_left"]) == (0.25, 0.25)
-    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
-    with pytest.raises(
-        DataError,
-        match="leaf decay_steps.*the learning rates have fallen to 0.*more than the 512 steps",
-    ):
-        a.update(f)
-
-
-def test_rates_fall_for_learners_from_a_memory(tmp_path):
-    agent = DQN(QPolicy.for_env(ENV, seed=0), lr=0.01, decay_steps=64)
-    batches = iter(replayed(ENV, agent.actor, n_envs=2, n_steps=8, warmup=16, batch_size=8, seed=0))
-    assert [agent.update(next(batches))["rate_left"] for _ in range(4)] == [1.0, 0.75, 0.5, 0.25]
-    assert agent.optimizer.param_groups[0]["lr"] == 0.01 * 0.25
-    with pytest.raises(DataError, match="more than the 64 steps"):
-        agent.update(next(batches))
 
 
 class Unsummed(Gaussian):
@@ -442,12 +281,6 @@ def test_a_state_is_loaded_by_a_learner_with_another_critic_lr(agent, rates):
                 and lr[id(q)] == rate
             )
     new.update(batch)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**70, 0.5, True, None])
-def test_what_is_no_seed_of_a_learner_is_refused(seed):
-    with pytest.raises(DataError, match="PPO: out of range. Expected an integer seed >= 0"):
-        PPO(MLPPolicy.for_env(ENV), seed=seed)
 
 
 def test_a_state_without_a_part_of_the_learner_is_refused():

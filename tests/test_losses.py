@@ -1,6 +1,5 @@
 "Losses of policies against sums over single steps, written from the formulas; what they must not change, see or depend on."
 
-import copy
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import (
-    OBS,
     Count,
     answers,
     assert_metrics,
@@ -21,25 +19,17 @@ from random_fragments import (
     random_fragment,
     shaken,
 )
-from toys import Lively
 
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
 from rollpipe.agents.policy_gradient import VTrace
 from rollpipe.agents.unroll import (
-    approx_kl,
-    fill_invalid,
-    lag_of,
     next_outputs,
     next_states,
-    replay_policy,
     spliced,
-    timeshift,
 )
-from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import AdvantageBuffer, nested, on_policy
+from rollpipe.pipes import AdvantageBuffer, nested
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.data.fragment_ops import join, transitions
-from rollpipe.pipes.graph.modules import bump_version, version_of
+from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.invariants import check_alignment
 
@@ -310,33 +300,11 @@ def test_rows_that_are_no_steps_change_nothing_before_them(kind):
     torch.testing.assert_close(agent.returns(whole)[:4], agent.returns(alone))
 
 
-@pytest.mark.parametrize("kind", ["plain", "memory"])
-def test_the_scale_of_a_critic_does_not_see_rows_that_are_no_steps(kind):
-    actor, critic, fragment = setting(4, 9, 3, kind, garbage=True, p_end=0.8)
-    assert not fragment.valid.all()
-    VTrace(actor, critic).update(fragment._replace(adv=None, ret=None))
-    assert critic.ret_mean.isfinite() and critic.ret_std.isfinite()
-
-
 # ---- identities
 
 
 def gradient(loss, module):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
-
-
-@pytest.mark.parametrize("kind", ["plain", "memory"])
-def test_policy_gradients_agree_on_fresh_data(kind):
-    actor, _, fragment = setting(0, 8, 3, kind, fresh=True)
-    grads = [
-        gradient(loss(fragment, actor, c_entropy=0)[0], actor) for loss in (reinforce, a2c, ppo)
-    ]
-    for other in grads[1:]:
-        torch.testing.assert_close(grads[0], other)
-    torch.testing.assert_close(
-        gradient(reinforce(fragment, actor)[0], actor),
-        gradient(ppo(fragment, actor, c_entropy=0.01)[0], actor),
-    )
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
@@ -371,42 +339,7 @@ def test_without_memory_the_shape_of_a_fragment_does_not_matter(kind):
         )
 
 
-def test_columns_do_not_see_one_another():
-    actor, critic, fragment = setting(3, 9, 1, "memory")
-    other = setting(4, 9, 1, "memory")[2]
-    joined = join([fragment, other])
-    n = [int(f.valid.sum()) for f in (fragment, other)]
-    loss = lambda f: vtrace_actor_critic(f, actor, critic)[0]
-    apart = (n[0] * loss(fragment) + n[1] * loss(other)) / sum(n)
-    assert_same_loss(loss(joined), apart, [actor, critic])
-
-
-def test_approx_kl_is_unbiased():
-    old = torch.tensor([1.0, 2.0, -1.0]).log_softmax(0)
-    new = torch.tensor([0.0, 2.0, 1.0]).log_softmax(0)
-    act = old.exp().multinomial(200_000, replacement=True)
-    assert num(approx_kl(new[act], old[act])) == pytest.approx(
-        num((old.exp() * (old - new)).sum()), rel=0.02
-    )
-
-
 # ---- what they leave alone
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_changed(kind):
-    actor, critic, fragment = setting(5, 8, 3, kind)
-    fragment = with_old_values(fragment) if critic else fragment
-    modules = [m for m in (actor, critic) if m is not None]
-    before = copy.deepcopy((fragment, [m.state_dict() for m in modules]))
-    reinforce(fragment, actor)[0].backward()
-    for loss, options in ((a2c, {}), (ppo, dict(clip_value=0.1)), (vtrace_actor_critic, {})):
-        loss(fragment, actor, critic, **options)[0].backward()
-    for x, y in zip(
-        nested.leaves(before), nested.leaves((fragment, [m.state_dict() for m in modules]))
-    ):
-        assert torch.equal(x, y)
-    assert version_of(actor) == 3
 
 
 @pytest.mark.slow_but_one
@@ -423,25 +356,6 @@ def test_work_is_done_for_all_rows_at_once(kind):
     # the backward recursion takes log2(T) rounds
     assert (
         operations(vtrace_actor_critic, 64, 9) <= operations(vtrace_actor_critic, 8, 3) + 3 * 6 * 2
-    )
-
-
-def test_a_fresh_stream_has_ratio_one():
-    actor = GaussianPolicy(Lively.observation_space, Lively.action_space, hidden=(8,))
-    critic = Critic(Lively.observation_space, hidden=(8,))
-    batch = next(iter(on_policy(Lively, actor, critic, n_envs=4, n_steps=16, seed=0)))
-    for loss, args in (
-        (reinforce, ()),
-        (a2c, (critic,)),
-        (ppo, (critic,)),
-        (vtrace_actor_critic, (critic,)),
-    ):
-        assert_metrics(loss(batch, actor, *args)[1], rho_mean=1.0, approx_kl=0.0, lag=0)
-    bump_version(actor)
-    assert (
-        lag_of(batch, actor) == 1
-        and ppo(batch, actor)[1]["lag"] == 1
-        and lag_of(batch._replace(version=None), actor) == 0
     )
 
 
@@ -489,53 +403,11 @@ def test_splicing_keeps_every_row():
         assert torch.equal(x[row, each], y[:-1]) and torch.equal(x[row + 1, each], z)
 
 
-def test_quiet_rows_hold_nothing_of_their_own():
-    _, _, fragment = setting(8, 9, 4, "plain", garbage=True)
-    assert not fragment.valid.all()
-    calm = fill_invalid(fragment)
-    for old, new in zip(
-        nested.leaves((timeshift(fragment.state.obs)[0], timeshift(fragment.state.act)[1])),
-        nested.leaves((timeshift(calm.state.obs)[0], timeshift(calm.state.act)[1])),
-    ):
-        assert torch.isfinite(new).all() and torch.equal(old[fragment.valid], new[fragment.valid])
-    whole = fragment._replace(valid=torch.ones_like(fragment.valid))
-    assert fill_invalid(whole) is whole
-
-
 # ---- what is refused
 
 
-def test_what_is_missing_is_named():
-    actor, critic, fragment = setting(9, 4, 2, "plain")
-    for loss in (reinforce, a2c, ppo):
-        with pytest.raises(DataError, match=r"needs advantages.*AdvantageBuffer"):
-            loss(fragment._replace(adv=None), actor)
-        with pytest.raises(DataError, match=r"adv.*\[T, B\] = \[4, 2\].*\[3, 2\]"):
-            loss(fragment._replace(adv=fragment.adv[1:]), actor)
-        with pytest.raises(DataError, match=r"actor\['logp'\]"):
-            loss(fragment._replace(actor={}), actor)
-        with pytest.raises(DataError, match="no valid row"):
-            loss(fragment._replace(valid=fragment.valid & False), actor)
-    for loss in (a2c, ppo):
-        with pytest.raises(DataError, match="needs value targets"):
-            loss(fragment._replace(ret=None), actor, critic)
-        with pytest.raises(DataError, match="critic: wrong shape"):
-            loss(fragment, actor, lambda obs: critic(obs)[:, None])
-        assert "loss_value" not in loss(fragment._replace(ret=None), actor)[1]
-    with pytest.raises(DataError, match="with_old_values"):
-        ppo(fragment, actor, critic, clip_value=0.1)
-    with pytest.raises(DataError, match="reports no value"):
-        vtrace_actor_critic(fragment, actor)
-
-
-def test_replayed_picks_rows_in_order():
-    actor, _, fragment = setting(10, 6, 3, "plain")
-    replay = replay_policy(fragment, actor)
-    assert torch.equal(replay.pick(fragment.state.rew[1:]), fragment.state.rew[1:][fragment.valid])
-    torch.testing.assert_close(replay.logp, actor.replay(fragment)["logp"][fragment.valid])
-    assert OBS.contains(
-        {
-            "place": fragment.state.obs["place"][0, 0].numpy(),
-            "kind": int(fragment.state.obs["kind"][0, 0]),
-        }
-    )
+@pytest.mark.parametrize("loss", [reinforce, a2c, ppo])
+def test_advantages_of_another_shape_are_refused(loss):
+    actor, _, fragment = setting(9, 4, 2, "plain")
+    with pytest.raises(DataError, match=r"adv.*\[T, B\] = \[4, 2\].*\[3, 2\]"):
+        loss(fragment._replace(adv=fragment.adv[1:]), actor)

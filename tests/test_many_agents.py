@@ -393,11 +393,6 @@ def first_or_raise(make):
             "`agents` does not fit the ends of episodes. Expected 'agent_0' there if and only if",
         ),
         (changed("step", strangers), "these are other agents"),
-        (lambda: Counting(), "no parallel environment.*Counting without possible_agents"),
-        (
-            type("Turns", (), {"agent_iter": None}),
-            "take turns .*pettingzoo.utils.conversions.aec_to_parallel",
-        ),
         (
             type(
                 "Empty",
@@ -413,31 +408,12 @@ def test_errors_name_the_agent(make, message):
         first_or_raise(make)
 
 
-def test_spaces_must_be_shared():
-    class Other(Play):
-        def observation_space(self, agent):
-            return Box(-1, 1, (2 + (agent == "agent_1"),))
-
-    class Acts(Play):
-        def action_space(self, agent):
-            return Discrete(2 + (agent == "agent_1"))
-
+def test_agents_that_make_no_batch_are_refused():
     class Named(Play):
         space = Dict({"agent": Box(-1, 1)})
 
-    with pytest.raises(
-        EnvError, match="agent 'agent_1'.*share their observation_space.*pad_observations_v0"
-    ):
-        Agents(Other)
-    with pytest.raises(
-        EnvError, match="agent 'agent_1'.*share their action_space.*pad_action_space_v0"
-    ):
-        Agents(Acts)
     with pytest.raises(EnvError, match=r"leaf obs\['agent'\]"):
         Agents(Named, ids=True)
-    made = iter([Play(), Play([[(0, 1, "term")]])])
-    with pytest.raises(EnvError, match="other agents"):
-        Agents(lambda: next(made), 2)
     with pytest.raises(EnvError, match="many agents is no single one.*Agents"):
         collect(Play, Plain())
     with pytest.raises(EnvError, match="cannot rest"):
@@ -635,14 +611,6 @@ def test_groups_are_exported_with_their_memories(to, tmp_path):
     assert export_policy(
         groups(RecurrentPolicy)[2], tmp_path / "policy", to
     )  # compared with `predict` for three steps
-
-
-def test_workers_collect_the_same():
-    actor = groups(RecurrentPolicy)[2]
-    pipe = rollouts(make_play, actor, n_envs=None, n_steps=6, lanes=2, seed=0)
-    serial = list(islice(pipe, 3))
-    with DataLoader2(pipe, reading_service=ProcessReading(num_workers=2)) as loader:
-        assert_same(list(islice(loader, 3)), serial)
 
 
 class Learners:

@@ -6,14 +6,13 @@ from test_fork import check_same, gone_on, trained
 
 from rollpipe.agents import PPO, TRPO
 from rollpipe.agents.offline import IQL
-from rollpipe.agents.shared_options import Schedule, changing
+from rollpipe.agents.shared_options import Schedule
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import fork, replayed_run, resume, start, train
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.moments import verify
-from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import build, make_config
 from rollpipe.traces.differences import diff
 
@@ -144,91 +143,7 @@ def test_any_function_of_the_steps_is_a_schedule():
     assert (made.max_kl, [*made.schedules]) == (0.1, ["max_kl"])
 
 
-def test_decay_steps_are_schedules_of_the_rates_that_have_none():
-    ppo, _ = build(
-        config_for("ppo", options=dict(lr=1e-3, critic_lr="linear:2e-3:1e-3:512", decay_steps=512))
-    )
-    trpo, _ = build(config_for("trpo", options=dict(max_kl=0.02, decay_steps=512)))
-    for agent in (ppo, trpo):
-        agent.steps = 128
-    assert ppo.set_rates() == {"rate_left": 0.75, "option/critic_lr": 1.75e-3}
-    assert [g["lr"] for g in ppo.optimizer.param_groups] == [7.5e-4, 1.75e-3]
-    assert (
-        trpo.set_rates() == {"rate_left": 0.75, "option/max_kl": 0.015}
-        and trpo.optimizer.param_groups[0]["lr"] == 7.5e-4
-    )
-
-
 # -- between two updates -----------------------------------------------------------------------------------------------
-
-VALUES = dict(
-    gamma=0.5,
-    lr=0.02,
-    critic_lr=0.03,
-    max_kl=0.2,
-    fvp_subsample=0.5,
-    tau=0.5,
-    eta=0.5,
-    lam=0.5,
-    backtrack=0.5,
-)
-CASES = [
-    (algorithm, name) for algorithm in ONLINE for name in changing(ALGORITHMS[algorithm].learner)
-]
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("algorithm, name", CASES)
-def test_an_option_that_is_set_acts_as_one_that_the_learner_was_made_with(algorithm, name):
-    "So no learner keeps an older value anywhere."
-    if (
-        algorithm in ("ppo", "dqn", "qr_dqn", "sac", "crossq", "td3", "ddpg")
-        and name == "critic_lr"
-    ):
-        return  # it is None, see below
-    value = VALUES.get(name, 0.25)
-    (agent, pipe) = build(config_for(algorithm))
-    agent.set_option(name, value)
-    other, stream = build(config_for(algorithm, options={name: value}))
-    for _, batch, again in zip(range(3), pipe, stream):
-        one = agent.update(batch)
-        two = other.update(again)
-
-    def told(metrics):
-        return {k: x for k, x in metrics.items() if "seconds" not in k}
-
-    assert (
-        repr(told(one)) == repr(told(two))
-        and first_difference(agent.state_dict(), other.state_dict()) is None
-    )
-    assert getattr(agent, name) == getattr(other, name) == value
-
-
-def test_what_cannot_be_set_is_refused():
-    ppo, trpo = (build(config_for(name))[0] for name in ("ppo", "trpo"))
-    for agent, name, value, text in (
-        (
-            ppo,
-            "critic_lr",
-            0.1,
-            "leaf critic_lr: PPO: the critic has no learning rate of its own to change",
-        ),
-        (
-            ppo,
-            "epochs",
-            3,
-            "leaf epochs: PPO: this option cannot change while it learns. Expected .*clip",
-        ),
-        (ppo, "max_kl", 0.1, "leaf max_kl: PPO: this option cannot change"),
-        (trpo, "max_kl", 0.0, "leaf max_kl: TRPO: out of range"),
-        (trpo, "critic_lr", None, "leaf critic_lr"),
-        (trpo, "max_kl", "linear:.1:0", "leaf max_kl: TRPO: a schedule without a number"),
-        (trpo, "max_kl", lambda steps: -1.0, "leaf max_kl: TRPO: out of range"),
-    ):
-        before = {k: getattr(agent, k) for k in changing(type(agent))}
-        with pytest.raises(DataError, match=text):
-            agent.set_option(name, value)
-        assert {k: getattr(agent, k) for k in before} == before and not agent.schedules
 
 
 def test_a_rate_that_policy_and_critic_share_is_changed_for_both_or_not_at_all():

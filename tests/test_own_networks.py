@@ -1,7 +1,6 @@
 "Networks of one's own in a learner: they are trained and saved, or refused."
 
 import copy
-import math
 from itertools import islice
 
 import pytest
@@ -20,6 +19,7 @@ from rollpipe.layers import (
     SquashedPolicy,
 )
 from rollpipe.pipes import DataError, on_policy, replayed
+from rollpipe.pipes.data.nested import first_difference
 
 POLE = "CartPole-v1"
 PENDULUM = "Pendulum-v1"
@@ -87,16 +87,6 @@ def test_it_is_trained_as_by_hand():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
 
-def test_it_learns():
-    actor, critic = networks()
-    many = batches(3, actor, critic)
-    agent = PPOPredicts(actor, critic, lr=0.01)
-    before = next_error(agent.predict_next, many[0])
-    for batch in many * 4:
-        agent.update(batch)
-    assert next_error(agent.predict_next, many[0]) < 0.2 * before
-
-
 class Many(PPO):
     "A parameter, a tensor that needs gradients, a list, a dict, buffers, a frozen network."
 
@@ -120,14 +110,6 @@ class Many(PPO):
 NAMES = ["scale", "shift", "heads.0", "heads.1", "named.last.0", "frozen"]
 
 
-def equal(x, y):
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(equal(x[k], y[k]) for k in x)
-    if isinstance(x, (list, tuple)):
-        return len(x) == len(y) and all(map(equal, x, y))
-    return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-
-
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("cls", [PPOPredicts, Many])
 @pytest.mark.parametrize("options", [{}, dict(critic_lr=0.01), dict(critic_lr=0.02)])
@@ -148,7 +130,7 @@ def test_a_checkpoint_has_it_and_the_training_goes_on_exactly(cls, options, tmp_
     resumed.load_state_dict(load_checkpoint(tmp_path / "half").agent_state)
     for batch in many[2:]:
         resumed.update(batch)
-    assert equal(whole.state_dict(), resumed.state_dict())
+    assert first_difference(whole.state_dict(), resumed.state_dict()) is None
 
 
 def test_the_names_in_the_state():
@@ -221,15 +203,6 @@ def test_its_learning_rate_is_that_of_the_actor(critic_lr):
         agent.set_option("lr", 0.5)
 
 
-def test_its_learning_rate_falls():
-    actor, critic = networks()
-    agent = PPOPredicts(actor, critic, lr=0.01, decay_steps=4 * 128)
-    for batch, expected in zip(batches(3, actor, critic), [1, 0.75, 0.5]):
-        agent.update(batch)
-        for group in agent.optimizer.param_groups:
-            assert math.isclose(group["lr"], 0.01 * expected)
-
-
 def by_hand(cls):
     "A subclass with a network and its own optimiser, whose steps it takes itself."
 
@@ -266,7 +239,7 @@ def test_an_optimiser_of_ones_own_is_saved_and_has_its_network_alone(cls):
     resumed.load_state_dict(agent.state_dict())
     agent.update(many[2])
     resumed.update(many[2])
-    assert equal(agent.state_dict(), resumed.state_dict())
+    assert first_difference(agent.state_dict(), resumed.state_dict()) is None
 
 
 @pytest.mark.parametrize("cls", [TRPO, NPG])

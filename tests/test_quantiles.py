@@ -1,11 +1,10 @@
 "Quantile regression DQN: the loss against loops over pairs of quantiles, and what its learner shares with DQN."
 
-import copy
 from itertools import islice
 
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import (
@@ -22,25 +21,20 @@ from random_fragments import (
 )
 
 from rollpipe.agents import QRDQN, evaluate
-from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.off_policy.q_learner import quantile_penalty, quantile_td
 from rollpipe.agents.td import td
-from rollpipe.cli.main import main
-from rollpipe.layers import QPolicy, QuantilePolicy, RecurrentQPolicy
+from rollpipe.layers import QuantilePolicy, RecurrentQPolicy
 from rollpipe.layers.actor import without_past
 from rollpipe.layers.observer import seeded
 from rollpipe.layers.q_networks import QuantileHead
 from rollpipe.pipes import nested
-from rollpipe.pipes.data.errors import ActorError, DataError, SpaceError
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.recipes import replayed
 from rollpipe.pipes.replay.memory import Sample
-from rollpipe.runs import load_agent
 from rollpipe.settings.config import build, make_config
-from rollpipe.testing import check_actor
 
 N = 3
-SPACES = Dict(place=Box(-1, 1, (3,)), room=Discrete(4, start=1)), Discrete(5, start=-2)
 
 
 class Remembering(RecurrentQPolicy):
@@ -209,23 +203,11 @@ def test_the_best_quantiles_are_those_of_the_samples():
 # --- the network
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{}, dict(duelling=True), dict(hidden=()), dict(n_quantiles=1, normalize=True)]
-)
-def test_contract(kwargs):
-    for epsilon in (0.0, 1.0):
-        check_actor(QuantilePolicy.for_env(SPACES, seed=0, epsilon=epsilon, **kwargs), SPACES)
-
-
 def test_a_table_of_integers_moves_only_where_it_was():
     policy = QuantilePolicy.for_env((Discrete(7), Discrete(3)), n_quantiles=4, hidden=(), seed=0)
     w = policy.head.advantage.last.weight
     (grad,) = torch.autograd.grad(policy.quantiles_of(torch.tensor([[2]]))[0, 0, 1].sum(), w)
     assert sorted(map(tuple, grad.nonzero().tolist())) == [(k, 2) for k in range(4, 8)]
-    with pytest.raises(SpaceError):
-        QuantilePolicy.for_env("Pendulum-v1")
-    with pytest.raises(DataError, match="n_quantiles"):
-        QuantilePolicy.for_env("CartPole-v1", n_quantiles=0)
 
 
 # --- the learner
@@ -280,49 +262,6 @@ def test_one_quantile_has_the_errors_of_dqn():
             loss(fragment, actor, shaken(actor, 5), **options) for loss in (td, quantile_td)
         )
         torch.testing.assert_close(one[2], two[2])
-
-
-def test_checkpoint(tmp_path):
-    agent, pipe = agent_and_pipe(target_every=3)
-    for batch in islice(pipe, 8):
-        agent.update(batch)
-    save_checkpoint(tmp_path / "x", agent, {}, {})
-    again = agent_and_pipe(seed=1, target_every=3)[0]
-    again.load_state_dict(load_checkpoint(tmp_path / "x").agent_state)
-    sample = batch.memory.sample(16)
-    for one in (agent, again):
-        one.learn(sample)
-    assert same(again.actor, agent.actor) and same(again.target, agent.target)
-
-
-def test_what_it_needs():
-    with pytest.raises(ActorError, match="quantiles"):
-        QRDQN(QPolicy.for_env("CartPole-v1"))
-    for options in (dict(huber=-1.0), dict(tau=2.0), dict(multi_step=0), dict(eta=2.0)):
-        with pytest.raises(DataError, match=next(iter(options))):
-            agent_and_pipe(**options)
-
-
-def test_command_line(tmp_path, capsys):
-    "Trained, resumed, evaluated twice with the same answer, and exported; its policy does not explore then."
-    run = tmp_path / "run"
-    small = "--n-quantiles 3 --hidden 8 --n-envs 2 --n-steps 4 --warmup 16 --batch-size 8 --no-tensorboard --quiet"
-    assert (
-        main(["train", "qr_dqn", "CartPole-v1", "--steps", "64", "--out", str(run), *small.split()])
-        == 0
-    )
-    assert main(["train", "--resume", str(run), "--steps", "128", "--quiet"]) == 0
-    agent = load_agent(run)
-    assert isinstance(agent, QRDQN) and agent.steps == 128 and float(agent.actor.epsilon) > 0.9
-    returns = [
-        evaluate("CartPole-v1", copy.deepcopy(agent.actor), 5, seed=0).returns.tolist()
-        for _ in range(2)
-    ]
-    assert returns[0] == returns[1]
-    assert (
-        main(["export", str(run), "--to", "torchscript", "--out", str(tmp_path / "policy.pt")]) == 0
-    )
-    capsys.readouterr()
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from rollpipe.agents import (
     VTrace,
 )
 from rollpipe.agents.gradient_learner import adam_for, descend
-from rollpipe.agents.offline import TD3BC
+from rollpipe.agents.offline import BC, IQL, TD3BC
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (
     ActionCritic,
@@ -44,6 +44,7 @@ from rollpipe.layers import (
     RecurrentPolicy,
     SquashedPolicy,
 )
+from rollpipe.layers.critic import QVCritic
 from rollpipe.pipes import (
     AdvantageBuffer,
     DataError,
@@ -59,24 +60,60 @@ from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.pipes.replay.pipe import Replay, Replayed
 from rollpipe.runs.joint import joint
+from rollpipe.settings.algorithms import ALGORITHMS
 
 ENV, N = "Pendulum-v1", 2
 
 
-OFF_POLICY = dict(SAC=SAC, TD3=TD3, DDPG=DDPG, TD3BC=TD3BC)
-KINDS = dict(TRPO=TRPO, NPG=NPG, PPO=PPO, A2C=A2C, REINFORCE=REINFORCE, VTrace=VTrace)
+def pair(policy, critic, env=ENV, **options):
+    "Makes a learner's networks."
+
+    def make(hidden):
+        options_of_policy = dict(hidden=hidden, seed=0) | options
+        actor = policy.for_env(env, **options_of_policy)
+        return (actor,) if critic is None else (actor, critic.for_env(env, hidden=hidden, seed=1))
+
+    return make
+
+
+GAUSSIAN = pair(GaussianPolicy, Critic)
+DETERMINISTIC = pair(DeterministicPolicy, ActionCritic, normalize=True)
+NATURAL = dict(critic_epochs=2, max_kl=0.02)
+BY_ADAM = dict(lr=1e-2)
+BY_VALUE = dict(BY_ADAM, target_every=2, eps_steps=400, multi_step=2)
+BY_ACTION = dict(BY_ADAM, multi_step=2, random_steps=100)
+
+# learner -> its class, its networks and options; a learner that joins ranks has a row
+KINDS = dict(
+    TRPO=(TRPO, GAUSSIAN, NATURAL),
+    NPG=(NPG, GAUSSIAN, NATURAL),
+    PPO=(PPO, GAUSSIAN, BY_ADAM),
+    A2C=(A2C, GAUSSIAN, BY_ADAM),
+    REINFORCE=(REINFORCE, GAUSSIAN, BY_ADAM),
+    VTrace=(VTrace, GAUSSIAN, BY_ADAM),
+    DQN=(DQN, pair(QPolicy, None, "CartPole-v1"), BY_VALUE),
+    QRDQN=(QRDQN, pair(QuantilePolicy, None, "CartPole-v1"), BY_VALUE),
+    SAC=(SAC, pair(SquashedPolicy, ActionCritic, normalize=True), BY_ACTION),
+    TD3=(TD3, DETERMINISTIC, BY_ACTION),
+    DDPG=(DDPG, DETERMINISTIC, BY_ACTION),
+    TD3BC=(TD3BC, DETERMINISTIC, dict(BY_ADAM, multi_step=2)),
+    IQL=(IQL, pair(GaussianPolicy, QVCritic, normalize=True), dict(BY_ADAM, multi_step=2)),
+    BC=(BC, pair(GaussianPolicy, None), BY_ADAM),
+)
+FROM_MEMORY = ("DQN", "QRDQN", "SAC", "TD3", "DDPG", "TD3BC", "IQL")
 
 
 def learner(kind="TRPO", hidden=(16,), **options):
     "Such as 'PPO', or 'recurrent PPO'."
-    policy = RecurrentPolicy if "recurrent" in kind else GaussianPolicy
-    actor = policy.for_env(ENV, hidden=hidden, seed=0)
-    critic = Critic.for_env(ENV, hidden=hidden, seed=1)
-    is_natural = "TRPO" in kind or "NPG" in kind
-    defaults = dict(critic_epochs=2, max_kl=0.02) if is_natural else dict(lr=1e-2)
-    agent = KINDS[kind.split()[-1]](actor, critic, seed=0, **defaults | options)
-    for group in [] if is_natural else agent.optimizer.param_groups:
-        group["eps"] = 1e-2  # Adam makes steps of rounding errors
+    cls, make, defaults = KINDS[kind.split()[-1]]
+    make = pair(RecurrentPolicy, Critic) if "recurrent" in kind else make
+    agent = cls(*make(hidden), seed=0, **defaults | options)
+    optimizers = (
+        [] if cls in (TRPO, NPG) else getattr(agent, "optimizers", None) or {"": agent.optimizer}
+    )
+    for optimizer in dict(optimizers).values():
+        for group in optimizer.param_groups:
+            group["eps"] = 1e-2  # Adam makes steps of rounding errors
     return agent
 
 
@@ -84,6 +121,8 @@ def pipeline(agent, rank, n_steps=48):
     "Two of four lanes, side by side: 0 and 1, or 2 and 3."
     lanes = Lanes(FragmentCollector(EnvStepper(ENV, agent.actor, 4), n_steps), 2 * N, seed=0)
     lanes.apply_sharding(N, rank, SHARDING_PRIORITIES.DISTRIBUTED)
+    if agent.critic is None:
+        return FragmentStacker(lanes, 2)
     return FragmentStacker(AdvantageBuffer(lanes, agent.critic, gamma=0.99, lam=0.95), 2)
 
 
@@ -140,21 +179,6 @@ def run(task, folder, *args, n=N):
 # --- the same step
 
 
-def updates(rank, folder, kind, options, invalid):
-    "The learner's state before each update, the batch of this rank, and the state and the metrics after it."
-    agent = learner(kind, **options)
-    found = []
-    with ranks.distributed(agent):
-        for batch in islice(pipeline(agent, rank), 2):
-            if invalid and rank:
-                batch = holes(batch, "recurrent" in kind)
-            before = copy.deepcopy(agent.state_dict())
-            metrics = agent.update(batch)
-            found.append((before, batch, copy.deepcopy(agent.state_dict()), metrics))
-    assert not ranks.active()
-    return found
-
-
 def holes(batch, recurrent):
     "The batch with rows that are no transitions; those of a recurrent policy are at the end, where no memory goes through them."
     valid = batch.valid.clone()
@@ -164,85 +188,130 @@ def holes(batch, recurrent):
     return batch._replace(valid=valid)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, options, invalid",
-    [
-        ("TRPO", {}, True),
-        ("TRPO", dict(precondition=64, hidden=(16, 16)), True),
-        ("NPG", {}, False),
-        ("recurrent TRPO", {}, True),
-        ("PPO", dict(minibatch=100, epochs=2, clip_value=0.2), True),
-        ("PPO", dict(minibatch=3, epochs=1, normalize_adv="minibatch"), True),
-        ("PPO", dict(epochs=30, target_kl=0.003), True),
-        ("recurrent PPO", dict(minibatch=144, epochs=2), True),
-        ("recurrent PPO", dict(minibatch=48, epochs=1, normalize_adv="minibatch"), True),
-        ("A2C", dict(normalize_adv=True), True),
-        ("recurrent A2C", {}, True),
-        ("REINFORCE", dict(epochs=2), True),
-        ("VTrace", {}, True),
-    ],
-)
+def memory_of(agent, kind, rank):
+    "Samples of this rank's part of a memory."
+    env = "CartPole-v1" if "DQN" in kind else ENV
+    lanes = Lanes(FragmentCollector(EnvStepper(env, agent.actor, 4), 8), 2 * N, seed=0)
+    lanes.divide(N, rank)
+    stream = dict(batch_size=64, n_batches=3, warmup=100, length=3, seed=5)
+    replay = Replay(FragmentStacker(lanes, 2), 1000, **stream)
+    replay.divide(N)
+    assert (replay.batch_size, replay.capacity, replay.warmup) == (32, 500, 50)
+    return replay
+
+
+def updates(rank, folder, kind, options, invalid, n_extra=0):
+    """The learner's state before each update, the batch of this rank, and the state and the metrics after it.
+
+    A batch of a memory is its fresh fragment and its samples; the last samples of rank 1 may be more.
+    """
+    agent = learner(kind, **options)
+    found = []
+    stream = memory_of(agent, kind, rank) if kind in FROM_MEMORY else pipeline(agent, rank)
+    with ranks.distributed(agent):
+        for batch in islice(stream, 3 if kind in FROM_MEMORY else 2):
+            before = copy.deepcopy(agent.state_dict())
+            if kind in FROM_MEMORY:
+                samples = [Sample(x.fragment, None, None) for x in batch.samples]
+                metrics = agent.update(
+                    replayed_as(batch.fresh, samples + samples[: n_extra * rank])
+                )
+                batch = batch.fresh, samples
+            else:
+                batch = holes(batch, "recurrent" in kind) if invalid and rank else batch
+                metrics = agent.update(batch)
+            found.append((before, batch, copy.deepcopy(agent.state_dict()), metrics))
+    assert not ranks.active()
+    return found
+
+
+def replayed_as(fresh, samples):
+    return Replayed(fresh, iter(samples), None)
+
+
+def joined(batch, other):
+    "What one process would get."
+    if not isinstance(batch, tuple) or hasattr(batch, "_fields"):
+        return join([batch, other])
+    (fresh, samples), (fresh_other, samples_other) = batch, other
+    assert len(samples) == len(samples_other) == 3
+    pairs = zip(samples, samples_other)
+    both = [Sample(join([x.fragment, y.fragment]), None, None) for x, y in pairs]
+    return replayed_as(join([fresh, fresh_other]), both)
+
+
+def compared(state, other):
+    "Name and values, as float64, of all numbers in two states."
+    assert nested.paths(state) == nested.paths(other)
+    leaves = zip(nested.paths(state), nested.leaves(state), nested.leaves(other))
+    return [(name, *(torch.as_tensor(z).double() for z in (x, y))) for name, x, y in leaves]
+
+
+def told(found):
+    "What the ranks returned, unless one of them raised an error."
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    return found
+
+
+# The last bits decide when the iterations of conjugate gradients end.
+NOT_COMPARED = ("cg_residual", "cg_iterations", "curvature", "step_size", "predicted_improvement")
+STEPS = [
+    *((kind, {}, False) for kind in FROM_MEMORY),
+    ("TRPO", {}, True),
+    ("TRPO", dict(precondition=64, hidden=(16, 16)), True),
+    ("NPG", {}, False),
+    ("recurrent TRPO", {}, True),
+    ("PPO", dict(minibatch=100, epochs=2, clip_value=0.2), True),
+    ("PPO", dict(minibatch=3, epochs=1, normalize_adv="minibatch"), True),
+    ("PPO", dict(epochs=30, target_kl=0.003), True),
+    ("recurrent PPO", dict(minibatch=144, epochs=2), True),
+    ("recurrent PPO", dict(minibatch=48, epochs=1, normalize_adv="minibatch"), True),
+    ("A2C", dict(normalize_adv=True), True),
+    ("recurrent A2C", {}, True),
+    ("REINFORCE", dict(epochs=2), True),
+    ("VTrace", {}, True),
+    ("BC", {}, True),
+]
+
+
+@pytest.mark.slow_but_one
+@pytest.mark.parametrize("kind, options, invalid", STEPS)
 def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, invalid, tmp_path):
-    a, b = run(updates, tmp_path, kind, options, invalid)
-    for found in (a, b):
-        if isinstance(found, Exception):
-            raise found
+    a, b = told(run(updates, tmp_path, kind, options, invalid))
     one = learner(kind, **options)
+    has_memory = kind in FROM_MEMORY
     for k, ((before, batch, after, metrics), (_, other, after_other, metrics_other)) in enumerate(
         zip(a, b)
     ):
-        assert nested.paths(after) == nested.paths(after_other)
-        for x, y in zip(nested.leaves(after), nested.leaves(after_other)):
-            assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+        assert all(torch.equal(x, y) for _, x, y in compared(after, after_other))
         one.load_state_dict(before)
-        expected = one.update(join([batch, other]))
+        expected = one.update(joined(batch, other))
+
+        # The metrics are those of the joined batch, and the same in all ranks.
         assert metrics.keys() == expected.keys()
         for name in expected:
             if name.startswith("seconds") or name in NOT_COMPARED:
                 continue
-            assert metrics[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+            close = pytest.approx(expected[name], rel=1e-3 if has_memory else 2e-3, abs=1e-5)
+            assert metrics[name] == close, name
             assert metrics[name] == metrics_other[name], name
         assert metrics.get("precondition_rows", 0) == options.get("precondition", 0)
-        moved = 0.0
-        for name, x, y, start in zip(
-            nested.paths(after), *map(nested.leaves, (after, one.state_dict(), before))
-        ):
-            x, y, start = map(torch.as_tensor, (x, y, start))
-            moved = max(moved, float((y.double() - start.double()).abs().max()))
-            assert torch.allclose(
-                x.double(), y.double(), rtol=1e-4, atol=1e-4 if k == 0 else 1e-5
-            ), (k, name)
-        assert moved > 1e-3
+
+        # So is the state, and it has moved.
+        atol = 1e-4 if k == 0 and not has_memory else 1e-5
+        for name, x, y in compared(after, one.state_dict()):
+            assert torch.allclose(x, y, rtol=1e-4, atol=atol), (k, name)
+        moves = [(x - y).abs().max() for _, x, y in compared(after["actor"], before["actor"])]
+        assert max(moves) > 1e-3
 
 
-def off_policy_learner(kind):
-    if kind in OFF_POLICY:
-        policy = SquashedPolicy if kind == "SAC" else DeterministicPolicy
-        networks = (
-            cls.for_env(ENV, hidden=(16,), normalize=True, seed=0) for cls in (policy, ActionCritic)
-        )
-        agent = OFF_POLICY[kind](
-            *networks,
-            seed=0,
-            lr=1e-2,
-            multi_step=2,
-            **dict(random_steps=100) if kind != "TD3BC" else {},
-        )
-    else:
-        policy = QuantilePolicy if kind == "QRDQN" else QPolicy
-        agent = (QRDQN if kind == "QRDQN" else DQN)(
-            policy.for_env("CartPole-v1", hidden=(16,), seed=0),
-            seed=0,
-            lr=1e-2,
-            target_every=2,
-            eps_steps=400,
-            multi_step=2,
-        )
-    for optimizer in agent.optimizers.values() if kind in OFF_POLICY else [agent.optimizer]:
-        for group in optimizer.param_groups:
-            group["eps"] = 1e-2
-    return agent
+def test_every_learner_that_joins_ranks_has_a_row():
+    ours = {x.learner for x in ALGORITHMS.values() if x.learner.__module__.startswith("rollpipe.")}
+    joining = {cls for cls in ours if cls.joins_ranks}
+    missing = joining - {cls for cls, *_ in KINDS.values()}
+    assert not missing, f"{missing}: give it a row in KINDS"
 
 
 def many_updates(rank, folder, kind):
@@ -258,17 +327,12 @@ def many_updates(rank, folder, kind):
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["TRPO", "PPO"])
 def test_twenty_updates_are_those_of_one_process(kind, tmp_path):
-    a, b = run(many_updates, tmp_path, kind)
-    for found in (a, b):
-        if isinstance(found, Exception):
-            raise found
+    a, b = told(run(many_updates, tmp_path, kind))
     one = learner(kind)
     for batches in zip(a[0], b[0]):
         one.update(join(list(batches)))
-    for path, x, y in zip(nested.paths(a[1]), *map(nested.leaves, (a[1], one.state_dict()))):
-        assert torch.allclose(
-            torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-5, atol=1e-5
-        ), path
+    for path, x, y in compared(a[1], one.state_dict()):
+        assert torch.allclose(x, y, rtol=1e-5, atol=1e-5), path
 
 
 def by_gloo(rank, folder, task, *args):
@@ -284,8 +348,7 @@ def test_gloo_sums_as_shared_memory_does(kind, tmp_path):
         (tmp_path / name).mkdir()
     (_, memory), _ = run(many_updates, tmp_path / "memory", kind)
     (_, gloo), _ = run(by_gloo, tmp_path / "gloo", many_updates, kind)
-    for path, x, y in zip(nested.paths(memory), *map(nested.leaves, (memory, gloo))):
-        assert torch.equal(torch.as_tensor(x), torch.as_tensor(y)), path
+    assert all(torch.equal(x, y) for _, x, y in compared(memory, gloo))
 
 
 def sums(rank, folder):
@@ -312,73 +375,11 @@ def test_sums_are_in_the_order_of_the_ranks(n, task, tmp_path):
             assert total.equal(expected)
 
 
-def replay_updates(rank, folder, kind, n_extra=0):
-    "As `updates`, with a memory in each rank; the last samples of rank 1 may be more."
-    agent = off_policy_learner(kind)
-    found = []
-    lanes = Lanes(
-        FragmentCollector(
-            EnvStepper(ENV if kind in OFF_POLICY else "CartPole-v1", agent.actor, 4), 8
-        ),
-        2 * N,
-        seed=0,
-    )
-    lanes.divide(N, rank)
-    replay = Replay(
-        FragmentStacker(lanes, 2), 1000, batch_size=64, n_batches=3, warmup=100, length=3, seed=5
-    )
-    replay.divide(N)
-    assert (replay.batch_size, replay.capacity, replay.warmup) == (32, 500, 50)
-    with ranks.distributed(agent):
-        for batch in islice(replay, 3):
-            before = copy.deepcopy(agent.state_dict())
-            samples = [Sample(s.fragment, None, None) for s in batch.samples]
-            metrics = agent.update(
-                Replayed(batch.fresh, iter(samples + samples[: n_extra * rank]), None)
-            )
-            found.append(
-                (before, (batch.fresh, samples), copy.deepcopy(agent.state_dict()), metrics)
-            )
-    return found
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("kind", ["DQN", "QRDQN", "SAC", "TD3", "DDPG", "TD3BC"])
-def test_memories_of_several_ranks_are_one(kind, tmp_path):
-    a, b = run(replay_updates, tmp_path, kind)
-    for found in (a, b):
-        if isinstance(found, Exception):
-            raise found
-    one = off_policy_learner(kind)
-    for (before, (fresh, samples), after, metrics), (_, (other, others), after_other, _) in zip(
-        a, b
-    ):
-        for x, y in zip(nested.leaves(after), nested.leaves(after_other)):
-            assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
-        one.load_state_dict(before)
-        joined = [
-            Sample(join([x.fragment, y.fragment]), None, None) for x, y in zip(samples, others)
-        ]
-        expected = one.update(Replayed(join([fresh, other]), iter(joined), None))
-        assert metrics.keys() == expected.keys() and len(samples) == 3
-        for name in expected:
-            if not name.startswith("seconds"):
-                assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
-        for name, x, y in zip(nested.paths(after), *map(nested.leaves, (after, one.state_dict()))):
-            assert torch.allclose(
-                torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-4, atol=1e-5
-            ), name
-
-
 def test_a_rank_with_more_samples_is_refused_in_all_of_them(tmp_path):
-    for error in run(replay_updates, tmp_path, "DQN", 1):
+    for error in run(updates, tmp_path, "DQN", {}, False, 1):
         assert isinstance(error, DataError) and "rank 0 has 3 samples, and others have more" in str(
             error
         ), error
-
-
-# The last bits decide when the iterations of conjugate gradients end.
-NOT_COMPARED = ("cg_residual", "cg_iterations", "curvature", "step_size", "predicted_improvement")
 
 
 # --- what cannot be joined

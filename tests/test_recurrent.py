@@ -8,14 +8,11 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Counting, Lively, Noted, Recall
+from toys import Counting, Lively, Recall
 
-from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.evaluate import evaluate
 from rollpipe.agents.natural_gradient import TRPO
-from rollpipe.layers import GRU, LSTM, Actor, Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
-from rollpipe.layers.actor import without_past
-from rollpipe.layers.recurrent import Recurrent, pack_episodes
+from rollpipe.layers import GRU, LSTM, MemoryCritic, MLPPolicy, RecurrentPolicy
+from rollpipe.layers.recurrent import Recurrent
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.batches import values
 from rollpipe.pipes.data.errors import DataError
@@ -80,29 +77,6 @@ def alone(rnn, x, fin, hx):
 def close(a, b, tol):
     for x, y in zip(nested.leaves(a), nested.leaves(b)):
         torch.testing.assert_close(x, y, rtol=tol, atol=tol)
-
-
-@given(ends())
-@settings(deadline=None, max_examples=40)
-def test_packing_keeps_pieces_whole_and_in_order(fin):
-    T, B = fin.shape
-    p = pack_episodes(fin)
-    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.position].tolist() == list(
-        range(T * B)
-    )
-    assert p.sizes.sum() == T * B and (p.sizes.diff() <= 0).all()
-    columns = dict()  # piece -> its rows, read from the packed sequence
-    for k, rows in enumerate(p.order.split(p.sizes.tolist())):
-        for piece, row in enumerate(rows.tolist()):
-            columns.setdefault(piece, []).append(divmod(row, B))
-        assert k or len(rows) == int(fin[1:].sum()) + B
-    for piece, rows in columns.items():
-        assert rows == [(rows[0][0] + k, rows[0][1]) for k in range(len(rows))]
-        assert not any(fin[t, b] for t, b in rows[1:])
-        t, b = rows[0]
-        assert t == 0 or fin[t, b]
-        if t == 0:
-            assert p.first[b] == piece
 
 
 @pytest.mark.slow_but_one
@@ -242,127 +216,7 @@ def test_replaying_a_fragment_reproduces_what_was_recorded(env, cell, past, lane
     stream.close()
 
 
-def test_memory_goes_on_across_fragments():
-    "The same stream in fragments of 4 steps and of 12 steps has the same records."
-    actor = RecurrentPolicy.for_env(ENVS["lively"], hidden=(5,), memory=6, past=True, seed=1)
-    streams = [
-        iter(FragmentCollector(EnvStepper(ENVS["lively"], actor, 2, seed=3), n)) for n in (4, 12)
-    ]
-    pieces = list(islice(streams[0], 3))
-    whole = next(streams[1])
-    assert torch.equal(torch.cat([f.actor["logp"][:-1] for f in pieces]), whole.actor["logp"][:-1])
-    assert torch.equal(pieces[0].hx, whole.hx) and not torch.equal(pieces[1].hx, whole.hx)
-    for s in streams:
-        s.close()
-
-
 # ---- nothing of one episode reaches the next
-
-
-class Tale(Noted):
-    "Episodes of three steps. What happens in the first one depends on `secret`; the others are always the same."
-
-    observation_space = Box(-9, 9, (2,))
-    action_space = Discrete(3)
-
-    def __init__(self, secret, limit):
-        super().__init__()
-        self.secret = secret
-        self.limit = limit
-        self.episode = -1
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episode = self.episode + 1
-        self.count = 0
-        return self.look(), {}
-
-    def look(self):
-        return np.array(
-            [self.count, 0 if self.episode or not self.count else self.secret], np.float32
-        )
-
-    def step(self, action):
-        self.count += 1
-        over = self.count == 3
-        return (
-            self.look(),
-            self.count if self.episode else self.secret * 7.0,
-            over and not self.limit,
-            over and self.limit,
-            {},
-        )
-
-
-class Echo(Actor):
-    "Reports the previous action and reward that it is shown; its actions never repeat."
-
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-        return (obs[..., 0] + 1).long() % 3, (), dict(act=act, rew=rew)
-
-
-def test_an_actor_is_not_shown_what_ended_the_episode_before():
-    f = next(iter(FragmentCollector(EnvStepper(lambda: Tale(1, False), Echo(), 2), 9)))
-    fin = f.state.fin
-    assert fin.sum() == 8  # at rows 0, 3, 6, 9
-    for name, kept in (("act", f.state.act), ("rew", f.state.rew)):
-        assert torch.equal(f.actor[name], kept.masked_fill(fin, 0))
-    assert (f.state.rew[3] == 7).all() and not (f.actor["rew"][3] == 7).any()
-
-
-@pytest.mark.parametrize("limit", (False, True))
-@pytest.mark.parametrize("cell", CELLS)
-def test_nothing_of_one_episode_reaches_the_next(cell, limit):
-    "If two streams differ only in the first episode, the actor does the same in both from the second episode on."
-    actor = RecurrentPolicy.for_env(
-        lambda: Tale(0, limit), hidden=(5,), memory=6, cell=cell, past=True, seed=0
-    )
-    for p in actor.head.parameters():
-        p.data.mul_(100)
-    a, b = (
-        next(iter(FragmentCollector(EnvStepper(lambda s=s: Tale(s, limit), actor, 2, seed=0), 9)))
-        for s in (1, -1)
-    )
-    assert (
-        a.state.rew[3] != b.state.rew[3]
-    ).all()  # the fragment keeps the reward, which the learner needs
-    assert not torch.equal(a.actor["dist"][1:3], b.actor["dist"][1:3])
-    close(nested.getitem(a.actor, slice(3, None)), nested.getitem(b.actor, slice(3, None)), 0)
-    with torch.no_grad():
-        a, b = (actor.replay(f) for f in (a, b))
-        assert not torch.equal(a["dist"][1:3], b["dist"][1:3])
-        close(nested.getitem(a, slice(3, None)), nested.getitem(b, slice(3, None)), 1e-6)
-
-
-@given(ends())
-@settings(deadline=None, max_examples=20)
-def test_without_past(fin):
-    act = dict(
-        a=torch.randint(1, 9, fin.shape),
-        b=(torch.randn(*fin.shape, 2) + 5, torch.ones(*fin.shape, 2, 3, dtype=torch.bool)),
-    )
-    rew = torch.randn(fin.shape) + 9
-    new_act, new_rew = without_past(act, rew, fin)
-    for x, y in zip(nested.leaves((act, rew)), nested.leaves((new_act, new_rew))):
-        assert not y[fin].any() and torch.equal(x[~fin], y[~fin]) and x.all() and x.dtype == y.dtype
-
-
-def test_no_action_is_not_action_zero():
-    spaces = Box(-1, 1, (2,)), Discrete(3)
-    policy = RecurrentPolicy.for_env(spaces, past=True, seed=0)
-    state = [
-        torch.zeros(1, 1, dtype=torch.int64),
-        torch.ones(1, 1, 2),
-        torch.zeros(1, 1, dtype=torch.int64),
-        torch.zeros(1, 1),
-    ]
-    dists = [
-        policy.step(*state, torch.tensor([[fin]]), hx=None, virtual=False)[2]["dist"]
-        for fin in (False, True)
-    ]
-    assert not torch.equal(*dists)
-    blind = RecurrentPolicy.for_env(spaces, seed=0)
-    assert blind.past_encoder is None and not blind.uses_past and policy.uses_past
 
 
 # ---- with pipes and learners
@@ -392,32 +246,6 @@ def test_noise_is_drawn_on_the_host_and_goes_where_the_policy_is(policy):
         5,
         4,
     )
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_training_evaluation_and_checkpoints(cell, tmp_path):
-    make = lambda seed: RecurrentPolicy.for_env(
-        ENVS["lively"], hidden=(5,), memory=6, cell=cell, past=True, seed=seed
-    )
-    actor = make(0)
-    critic = Critic.for_env(ENVS["lively"], hidden=(5,), seed=0)
-    agent = TRPO(actor, critic, fvp_subsample=0.5)
-    stream = iter(on_policy(ENVS["lively"], actor, critic, n_envs=4, n_steps=20, lanes=2, seed=0))
-    for f in islice(stream, 3):
-        before = [p.clone() for p in actor.memory.parameters()]
-        metrics = agent.update(f)
-        assert (
-            metrics["accepted"]
-            and 0 < metrics["kl"] <= agent.max_kl
-            and metrics["surrogate_before"] < 1e-5
-        )
-        assert all(not torch.equal(p, q) for p, q in zip(before, actor.memory.parameters()))
-    stream.close()
-    save_checkpoint(tmp_path / "x", agent, {}, {})
-    other = TRPO(make(1), Critic.for_env(ENVS["lively"], hidden=(5,), seed=1))
-    other.load_state_dict(load_checkpoint(tmp_path / "x").agent_state)
-    results = [evaluate(ENVS["lively"], x.actor, 5, seed=0) for x in (agent, other)]
-    assert np.array_equal(results[0].returns, results[1].returns)
 
 
 def test_a_critic_that_sees_the_memory_takes_any_encoder_whose_features_are_known():

@@ -10,6 +10,8 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
+from test_laws_of_learners import resting
+from torch import nn
 from toys import Stepped
 
 from rollpipe.agents import PPO, RND, TRPO, evaluate
@@ -32,10 +34,10 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.data.errors import CheckpointError
-from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
+from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards
 from rollpipe.pipes.graph.edits import find_one
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.runs.folder import discard, load_run, resume, start
+from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_evaluations, write_evaluations
 from rollpipe.runs.states import edited, states_of
@@ -72,14 +74,17 @@ def networks(env=Walk, seed=2, **options):
     return Distillation.for_env(env, hidden=(6,), n_out=3, seed=seed, **options)
 
 
-def walks(lanes=2, n_steps=5, network=None, **options):
+def source(n_steps=5, **options):
+    "Fragments of random walks."
     actor = MLPPolicy.for_env(Walk, seed=0)
-    edits = [
-        RND.inserter(after=Lanes, network=networks() if network is None else network, **options)
-    ]
-    return rollouts(
-        Walk, actor, n_envs=2, n_steps=n_steps, lanes=lanes, seed=0, terminal_obs=True, edits=edits
-    )
+    stream = dict(n_envs=2, n_steps=n_steps, seed=0, terminal_obs=True)
+    return rollouts(Walk, actor, **stream | options)
+
+
+def walks(lanes=2, n_steps=5, network=None, **options):
+    network = networks() if network is None else network
+    edits = [RND.inserter(after=Lanes, network=network, **options)]
+    return source(n_steps, lanes=lanes, edits=edits)
 
 
 def reached(fragment):
@@ -154,19 +159,17 @@ class Oracle:
 
 
 def test_it_does_not_stand_below_advantages():
-    source = rollouts(Walk, MLPPolicy.for_env(Walk, seed=0), n_envs=2, n_steps=5, seed=0)
-    pipe = RND(AdvantageBuffer(source, Critic.for_env(Walk, seed=0)), networks())
+    pipe = RND(AdvantageBuffer(source(), Critic.for_env(Walk, seed=0)), networks())
     with pytest.raises(DataError, match="RND.*the advantages are those of other rewards"):
         next(iter(pipe))
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_rewards_are_those_of_loops(lanes):
-    actor = MLPPolicy.for_env(Walk, seed=0)
-    source = rollouts(Walk, actor, n_envs=2, n_steps=5, lanes=lanes, seed=0, terminal_obs=True)
-    rnd = RND(source, networks(), weight=0.5, env_weight=2.0, gamma=0.9, lr=0.01, minibatch=4)
+    stream = source(lanes=lanes)
+    rnd = RND(stream, networks(), weight=0.5, env_weight=2.0, gamma=0.9, lr=0.01, minibatch=4)
     oracle = Oracle()
-    for k, fragment in zip(range(6), source):
+    for k, fragment in zip(range(6), stream):
         before = copy.deepcopy(rnd.network)
         new = rnd.with_novelty(fragment)
         novelty = oracle(before, fragment, 0.9)
@@ -190,48 +193,17 @@ def test_rewards_are_those_of_loops(lanes):
 
 
 def test_rows_that_are_no_step_have_no_reward_and_no_influence():
-    fragment = next(
-        iter(
-            rollouts(
-                Walk,
-                MLPPolicy.for_env(Walk, seed=0),
-                n_envs=2,
-                n_steps=6,
-                seed=0,
-                terminal_obs=True,
-            )
-        )
-    )
-    other = pad_episodes([fragment._replace(lane=None, seq=None, version=None)._replace(env={})])
-    longer = next(
-        iter(
-            rollouts(
-                Walk,
-                MLPPolicy.for_env(Walk, seed=0),
-                n_envs=1,
-                n_steps=9,
-                seed=3,
-                terminal_obs=True,
-            )
-        )
-    )
-    both = pad_episodes([other, longer._replace(lane=None, seq=None, version=None)])
-    assert not both.valid.all()
-    junk = both.state.obs["place"].clone()
-    junk[7:, :2] = torch.nan  # the padding; row 6 is the last observation of the shorter ones
-    spoilt = both._replace(state=both.state._replace(obs=dict(both.state.obs, place=junk)))
+    "Environment 1 rests; nan stands in its rows."
+    fragment = next(iter(source(n_steps=6)))
     results = []
-    for x in (both, spoilt):
+    for junk in (0.0, math.nan):
         rnd = RND(on_policy(Walk, MLPPolicy.for_env(Walk)), networks(), seed=5)
-        results.append(
-            (
-                rnd.with_novelty(x).state.rew[1:] - x.state.rew[1:],
-                rnd.with_novelty(x),
-                rnd.state_dict(),
-            )
-        )
-    assert_same(*(snapshot([r[0], r[1].state.rew, nested.leaves(r[2])]) for r in results))
-    assert (results[0][0][~both.valid] == 0).all() and (results[0][0][both.valid] > 0).all()
+        rows = resting(fragment, junk)
+        novelty = rnd.with_novelty(rows).state.rew[1:] - env_rewards(rows)
+        results.append(snapshot([novelty[:, 0], nested.leaves(rnd.state_dict())]))
+        if not junk:
+            assert (novelty[rows.valid] > 0).all() and (novelty[~rows.valid] == 0).all()
+    assert_same(*results)
 
 
 def test_a_fragment_without_a_step_teaches_nothing():
@@ -282,33 +254,6 @@ def test_two_pipelines_with_the_same_seeds_are_the_same_and_copies_share_what_is
         torch.as_tensor(other[2].state.rew),
         next(f for k, f in enumerate(walks(seed=1)) if k == 2).state.rew,
     )
-
-
-def test_what_goes_on_from_a_state_gives_the_same_numbers():
-    source = [
-        f
-        for _, f in zip(
-            range(6),
-            rollouts(
-                Walk,
-                MLPPolicy.for_env(Walk, seed=0),
-                n_envs=2,
-                n_steps=5,
-                seed=0,
-                terminal_obs=True,
-            ),
-        )
-    ]
-    one = RND(walks(), networks(), fraction=0.5)
-    two = RND(walks(), networks(seed=9), fraction=0.5, seed=9)
-    for fragment in source[:3]:
-        one.with_novelty(fragment)
-    two.load_state_dict(copy.deepcopy(one.state_dict()))
-    for fragment in source[3:]:
-        assert torch.equal(
-            one.with_novelty(fragment).state.rew, two.with_novelty(fragment).state.rew
-        )
-    same_states(one.state_dict(), two.state_dict())
 
 
 def test_a_memory_has_the_novelty_of_every_step():
@@ -399,26 +344,6 @@ def test_a_run_keeps_what_its_pipe_has_learned(tmp_path):
     assert returns and all(
         ret == length for ret, length in returns
     )  # CartPole pays 1 for each step
-
-
-def test_a_resumed_run_judges_as_the_run_would_have(tmp_path):
-    run = start(tmp_path / "run", configured())
-    for _, batch in zip(range(3), run.pipe):
-        run.agent.update(batch)
-    run.counters.update(steps=48, updates=3)
-    run.save()
-    unlock(run.folder)
-    again = resume(run.folder, steps=200)
-    fragments = [
-        f._replace(adv=None, ret=None)
-        for _, f in zip(range(3), build({**run.config, "intrinsic": 0.0, "seed": 7})[1])
-    ]
-    one, two = (find_one(x.pipe, RND) for x in (run, again))
-    for fragment in fragments:
-        assert torch.equal(
-            one.with_novelty(fragment).state.rew, two.with_novelty(fragment).state.rew
-        )
-    discard(again)
 
 
 def test_a_pipe_that_python_inserts_goes_on_from_the_checkpoint(tmp_path, caplog):
@@ -519,25 +444,10 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
 def test_returns_of_episodes_are_those_of_the_environment():
     plain = []
     changed = []
-    fragments = [
-        f
-        for _, f in zip(
-            range(5), rollouts(Walk, MLPPolicy.for_env(Walk, seed=0), n_envs=2, n_steps=5, seed=0)
-        )
-    ]
-    for ends, tail in ((plain, []), (changed, [RND.inserter(after=Lanes, network=networks())])):
-        pipe = rollouts(
-            Walk,
-            MLPPolicy.for_env(Walk, seed=0),
-            n_envs=2,
-            n_steps=5,
-            seed=0,
-            terminal_obs=True,
-            edits=tail,
-        )
+    for ends, pipe in ((plain, source()), (changed, walks(lanes=1))):
         for _ in zip(range(5), EpisodeStats(pipe, ends.append)):
             pass
-    assert plain == changed and len(plain) > 5 and len(fragments) == 5
+    assert plain == changed and len(plain) > 5
 
 
 # --- refused
@@ -548,79 +458,51 @@ def fragment_of(obs):
     return Fragment.from_steps(torch.tensor(obs)[..., None, None], steps, steps)
 
 
-def test_above_the_seam_it_is_refused_here_and_in_workers():
-    edits = [RND.inserter(after=FragmentCollector, network=networks())]
-
-    def pipe():
-        return rollouts(
-            Walk,
-            MLPPolicy.for_env(Walk),
-            n_envs=2,
-            n_steps=4,
-            seed=0,
-            terminal_obs=True,
-            edits=edits,
-        )
-
-    with pytest.raises(
-        GraphError,
-        match="RND: what learns cannot be copied for each lane. Expected RND below `Lanes`",
-    ):
-        next(iter(pipe()))
+def test_above_the_seam_it_is_refused_in_workers_too():
+    pipe = source(edits=[RND.inserter(after=FragmentCollector, network=networks())])
     with pytest.raises(Exception, match="what learns cannot be copied for each lane"):
-        with DataLoader2(pipe(), reading_service=ProcessReading(1)) as loader:
+        with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
             next(iter(loader))
 
 
-def test_what_cannot_be_right_is_refused():
-    actor = MLPPolicy.for_env(Walk)
-    with pytest.raises(
-        DataError, match=r"RND, lane 0.*final of step.*was not kept.*terminal_obs=True"
-    ):
-        for _ in zip(
-            range(9),
-            rollouts(Walk, actor, seed=0, edits=[RND.inserter(after=Lanes, network=networks())]),
-        ):
-            pass
-    memory = RecurrentPolicy.for_env(Walk, past=True)
+def test_a_policy_that_sees_its_rewards_is_refused():
+    actor = RecurrentPolicy.for_env(Walk, past=True)
+    edits = [RND.inserter(after=Lanes, network=networks())]
     with pytest.raises(GraphError, match="sees its past rewards"):
-        next(
-            iter(
-                rollouts(
-                    Walk,
-                    memory,
-                    terminal_obs=True,
-                    edits=[RND.inserter(after=Lanes, network=networks())],
-                )
-            )
-        )
-    with torch.no_grad():
-        line = Distillation(Box(-1, 1, (1,)))
-    for bad in (math.nan, math.inf):
-        with pytest.raises(
-            DataError, match=r"RND.*obs after step \[1, 0\].*non-finite observation"
-        ):
-            RND(walks(), line).with_novelty(fragment_of([0.0, 1.0, bad, 2.0]))
-    with pytest.raises(
-        DataError,
-        match=r"obs after step \[1, 0\]: too large an observation. Expected at most 1.8e\+19, .*got tensor\(\[1",
-    ):
-        RND(walks(), line).with_novelty(
-            fragment_of([0.0, 1.0, 1e20, 2.0])
-        )  # as the learners say it
+        next(iter(rollouts(Walk, actor, terminal_obs=True, edits=edits)))
+
+
+LARGE = r"obs after step \[1, 0\]: too large an observation. Expected at most 1.8e\+19, .*got tensor\(\[1"
+
+
+@pytest.mark.parametrize(
+    "number, told",
+    [
+        (math.nan, r"RND.*obs after step \[1, 0\].*non-finite observation"),
+        (math.inf, r"RND.*obs after step \[1, 0\].*non-finite observation"),
+        (1e20, LARGE),
+    ],
+)
+def test_an_observation_without_novelty_is_named(number, told):
+    rnd = RND(walks(), Distillation(Box(-1, 1, (1,))))
+    with pytest.raises(DataError, match=told):
+        rnd.with_novelty(fragment_of([0.0, 1.0, number, 2.0]))
     with pytest.raises(DataError, match="Expected a dict"):
-        RND(walks(), line).with_novelty(fragment_of([0.0, 1.0, 2.0])._replace(env=()))
-    for options, culprit in (
-        (dict(network=actor), "network"),
-        (dict(weight=-1), "weight"),
-        (dict(env_weight=math.nan), "env_weight"),
-        (dict(fraction=0), "fraction"),
-        (dict(lr=0), "lr"),
-        (dict(epochs=0), "epochs"),
-        (dict(gamma=2), "gamma"),
-    ):
-        with pytest.raises(DataError, match=culprit):
-            RND(walks(), **dict(network=networks()) | options)
+        rnd.with_novelty(fragment_of([0.0, 1.0, 2.0])._replace(env=()))
+
+
+BAD_OPTIONS = dict(
+    network=nn.Linear(1, 1), weight=-1, env_weight=math.nan, fraction=0, lr=0, epochs=0, gamma=2
+)
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_an_option_out_of_its_range_is_refused_by_name(name):
+    with pytest.raises(DataError, match=name):
+        RND(walks(), **dict(network=networks()) | {name: BAD_OPTIONS[name]})
+
+
+def test_what_no_run_can_have_is_refused():
     with pytest.raises(DataError, match="intrinsic"):
         make_config("ppo", "CartPole-v1", intrinsic=-1)
     with pytest.raises(DataError, match="learns from a memory"):
@@ -634,7 +516,7 @@ def test_a_predictor_that_diverges_is_named():
     ):
         for _, fragment in zip(
             range(9),
-            rollouts(Walk, MLPPolicy.for_env(Walk), n_envs=2, n_steps=5, seed=0, terminal_obs=True),
+            source(),
         ):
             rnd.with_novelty(fragment)
 
@@ -645,27 +527,6 @@ def test_an_environment_without_rewards_of_its_own_name_keeps_them_all():
 
 
 # --- what it is for
-
-
-def test_what_is_visited_becomes_familiar():
-    pipe = rollouts(
-        NarrowPath,
-        MLPPolicy.for_env(NarrowPath, seed=0),
-        n_envs=8,
-        n_steps=16,
-        seed=0,
-        terminal_obs=True,
-    )
-    rnd = RND(pipe, Distillation.for_env(NarrowPath, seed=2))
-    visited = torch.tensor([0, 1])
-    unseen = torch.tensor([6])
-    errors = []
-    for _, fragment in zip(range(30), pipe):
-        rnd.with_novelty(fragment)
-        with torch.no_grad():
-            errors.append(rnd.network(visited).mean().item())
-    with torch.no_grad():
-        assert errors[-1] < 0.1 * errors[0] and rnd.network(unseen).item() > 5 * errors[-1]
 
 
 @pytest.mark.slow

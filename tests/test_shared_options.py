@@ -253,103 +253,12 @@ def test_options_that_a_learner_does_not_have_are_refused(cls):
 
 
 @pytest.mark.parametrize("cls", [*(a.learner for a in ALGORITHMS.values()), QLearning])
-def test_options_reach_the_learner_and_are_checked(cls):
-    elsewhere = {x for own in OWN_MEANING.values() for x in own} - {
-        "critic_lr"
-    }  # which is one of the options all the same
-    names = (SHARED & inspect.signature(cls).parameters.keys()) - {"seed"} - elsewhere
-    values = {
-        name: 3 if name in ("critic_epochs", "eps_steps", "average_policy") else 0.25
-        for name in names
-    }
+def test_options_reach_the_learner(cls):
+    names = (SHARED & inspect.signature(cls).parameters.keys()) - {"seed", "normalize_adv"}
+    integers = ("critic_epochs", "eps_steps", "average_policy")
+    values = {name: 3 if name in integers else 0.25 for name in names}
     agent = learner_of(cls, **values)
     assert {name: getattr(agent, name) for name in values} == values
-    for name in names - {"normalize_adv"}:
-        with pytest.raises(DataError, match=f"{cls.__name__}.*{name}|{name}.*{cls.__name__}"):
-            learner_of(cls, **{name: -1})
-
-
-OUT_OF_RANGE = dict(  # of options that only some learners have, or with a range of their own
-    trpo=dict(
-        fvp_subsample=(0.0, 1.5),
-        max_kl=(0.0, -1.0),
-        damping=(-0.1,),
-        cg_iters=(0,),
-        precondition=(-1, "on"),
-        cg_gain=(-0.1,),
-        backtrack=(0.0, 1.5),
-        max_backtracks=(0,),
-        critic_epochs=(-1,),
-        critic_lr=(-1.0, None),
-    ),
-    npg=dict(
-        fvp_subsample=(0.0,),
-        max_kl=(0.0, -1.0),
-        lr=(-0.1,),
-        damping=(-0.1,),
-        cg_iters=(0, 2.0),
-        critic_epochs=(0,),
-    ),
-    reinforce=dict(epochs=(0,), c_rho=(-1.0,), critic_epochs=(1.5,)),
-    a2c=dict(c_value=(-1.0,), normalize_adv=("never", None)),
-    ppo=dict(
-        epochs=(0,),
-        minibatch=(2.5,),
-        clip=(-1,),
-        target_kl=(-1.0,),
-        clip_value=(-1.0,),
-        normalize_adv=(True,),
-    ),
-    vtrace=dict(gamma=(1.1,), lam=(-0.1,), rho_clip=(-1.0,), c_clip=(1.5,), c_value=(-1.0,)),
-    dqn=dict(
-        gamma=(1.5,),
-        tau=(2.0,),
-        target_every=(0,),
-        multi_step=(0,),
-        burn_in=(-1,),
-        eps_end=(-1.0,),
-        huber=(-1.0,),
-        double=("no", 1),
-    ),
-    iql=dict(expectile=(2.0,), beta=(-1.0,), max_weight=(-1.0,)),
-)
-
-
-@pytest.mark.parametrize(
-    "algorithm, name, value",
-    [(a, name, x) for a, own in OUT_OF_RANGE.items() for name, xs in own.items() for x in xs],
-)
-def test_what_is_out_of_range_is_refused_by_name(algorithm, name, value):
-    with pytest.raises(DataError, match=name):
-        learner_of(ALGORITHMS[algorithm].learner, **{name: value})
-
-
-NO_LIMIT = {
-    "max_grad_norm",
-    "rho_clip",
-    "c_clip",
-    "c_rho",
-    "huber",
-    "smoothing_limit",
-}  # infinity stands for no limit
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_numbers_are_finite(algorithm):
-    cls = ALGORITHMS[algorithm].learner
-    for name, option in learner_options(algorithm).items():
-        values = (
-            [float("nan"), -float("inf"), *[float("inf"), 10**400] * (name not in NO_LIMIT)]
-            if "float" in option.kinds
-            else []
-        )
-        values += (
-            [2**63] if "int" in option.kinds and not name.endswith("_steps") else []
-        )  # these are only compared with others
-        for value in values:
-            with pytest.raises(DataError, match=name) as e:
-                learner_of(cls, **{name: value})
-            assert str(value) in e.value.got, name
 
 
 UNIT = {

@@ -539,28 +539,6 @@ def read_lines(path):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path):
-    (tmp_path / "dies.py").write_text(DIES)
-    words = [
-        "train",
-        "ppo",
-        "Dies-v0",
-        "--import",
-        "dies",
-        *SMALL[1:],
-        "--steps",
-        "10k",
-        "--out",
-        "run",
-    ]
-    (code, _, err), (other, *_) = run_ranks(*words, cwd=tmp_path, BY=str(int(signal.SIGKILL)))
-    assert (
-        (code, other) == (2, -signal.SIGKILL)
-        and "rank 0: another rank has ended" in err
-        and "Traceback" not in err
-    )
-
-
 def test_torchrun_starts_all_ranks_anew(tmp_path):
     (tmp_path / "dies.py").write_text(DIES)
     words = [

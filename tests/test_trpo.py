@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents.losses import with_standardized_adv
 from rollpipe.agents.natural_gradient import TRPO, policy_rows, subsample
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.heads import Categorical, Gaussian, GaussianParams, Joint
 from rollpipe.layers.policies import Policy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.data.fragment import Final, Fragment, State
 
 N_OBS = 3
@@ -155,6 +153,8 @@ def make_fragment(policy, T=5, B=4, seed=0, share=0.7, behaviour=None):
     fin = torch.rand(T + 1, B) < 0.2
     valid = torch.rand(T, B) < share
     valid[0, 0] = True
+    fin[1:] |= ~valid  # what is no transition stands between episodes
+    fin[:-1] |= ~valid
     kind = policy.net.kind
     with torch.no_grad():
         p = (behaviour or policy).params(obs, None, None, fin, hx=hx, stepno=None)[0]
@@ -247,24 +247,6 @@ def updated(policy, f, **kw):
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_one_cg_iteration_steps_along_the_gradient_of_the_plain_loss(kind, off_policy):
-    policy = Tiny(kind)
-    behaviour = Tiny(kind) if off_policy else None
-    f = make_fragment(policy, behaviour=behaviour)
-    g, F = oracle(policy, f)
-    m, delta, scale = updated(policy, f, cg_iters=1, damping=0.3)
-    gFg = g @ F @ g + 0.3 * g @ g
-    assert m["accepted"] == 1 and m["grad_norm"] == pytest.approx(float(g.norm()), rel=1e-6)
-    assert (
-        m["curvature"] == pytest.approx(float((g @ g) ** 2 / gFg), rel=1e-6)
-        and m["cg_iterations"] == 1
-    )
-    close(delta, scale * g * (2e-4 / gFg).sqrt())
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damping", [0.1, 1.0])
 @pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("precondition", [0, 6])
@@ -343,23 +325,6 @@ def test_the_preconditioner_is_made_of_the_scores_of_the_actions_taken(kind):
     )
 
 
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("env, share", [("CartPole-v1", 0.999), ("Pendulum-v1", 0.99)])
-def test_five_products_predict_what_ten_plain_ones_do(env, share):
-    actor = MLPPolicy.for_env(env, seed=0)
-    critic = Critic.for_env(env, seed=1)
-    agent = TRPO(actor, critic, precondition=512, cg_iters=5)
-    plain = TRPO(actor)
-    for batch in itertools.islice(on_policy(env, actor, critic, n_envs=8, n_steps=256, seed=0), 8):
-        rows = policy_rows(with_standardized_adv(batch))
-        five, ten = (x.direction(rows) for x in (agent, plain))
-        predicted = [
-            float(at.gradient @ at.cg.x) / math.sqrt(at.cg.curvature) for at in (five, ten)
-        ]
-        assert five.cg.iterations <= 5 and predicted[0] >= share * predicted[1]
-        agent.update(batch)
-
-
 @pytest.mark.parametrize(
     "rows, options, found",
     [
@@ -386,19 +351,6 @@ def test_without_a_preconditioner_the_iterations_are_all_there():
     policy = Recurrent("categorical")
     m, _, _ = updated(policy, make_fragment(policy, T=2, B=4200, share=1.1))
     assert m["cg_iterations"] == 10 and "precondition_rows" not in m
-
-
-def test_without_damping_or_with_memory_the_iterations_are_the_plain_ones():
-    for policy, kw in (
-        (Tiny("gaussian"), dict(damping=0.0)),
-        (Recurrent("gaussian"), {}),
-        (Inert("categorical"), {}),
-    ):
-        f = make_fragment(policy)
-        other = copy.deepcopy(policy)
-        m, delta, _ = updated(policy, f, precondition=100, **kw)
-        n, want, _ = updated(other, f, **kw)
-        assert clean(m) == clean(n) and torch.equal(delta, want)
 
 
 def test_a_policy_with_convolutions_falls_back_too():
@@ -451,17 +403,6 @@ def test_certificate_recomputed(kind, max_kl):
     assert m["actual_improvement"] >= 0.1 * m["predicted_improvement"] > 0
 
 
-def test_a_large_trust_region_is_backtracked_and_a_small_one_predicts_well():
-    m, _, scale = updated(Tiny("gaussian"), make_fragment(Tiny("gaussian")), max_kl=50.0)
-    assert m["backtracks"] > 0 and 0 < scale < 1
-    policy = Tiny("gaussian")
-    m, _, _ = updated(policy, make_fragment(policy), max_kl=1e-7)
-    assert (
-        m["actual_improvement"] == pytest.approx(m["predicted_improvement"], rel=1e-2)
-        and m["backtracks"] == 0
-    )
-
-
 @settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(KINDS),
@@ -478,122 +419,11 @@ def test_every_update_is_within_the_trust_region_or_undone(kind, T, B, seed, sha
     assert bool(m["accepted"]) == (m["actual_improvement"] > 0) == bool(delta.any())
 
 
-class Value(nn.Module):
-    "A critic with the least that TRPO asks for."
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(N_OBS, 1)
-
-    def forward(self, obs):
-        return self.net(obs).squeeze(-1)
-
-    def observe(self, obs, valid=None):
-        pass
-
-    def observe_returns(self, ret, valid=None):
-        pass
-
-
 # ---- rows that do not count, recurrent state, subsampling
-
-SPACES = dict(
-    categorical=gym.spaces.Discrete(3),
-    gaussian=gym.spaces.Box(-2, 2, (2,)),
-    nested=gym.spaces.Dict(
-        a=gym.spaces.Discrete(2),
-        b=gym.spaces.Tuple((gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(3))),
-    ),
-)
-
-
-def make_agent(kind, **kw):
-    "The ready-made policy and critic with their normalisers, and a fragment for them."
-    spaces = gym.spaces.Box(-np.inf, np.inf, (N_OBS,)), SPACES[kind]
-    policy = MLPPolicy.for_env(spaces, seed=3, hidden=(4,))
-    critic = Critic.for_env(spaces, seed=4, hidden=(4,))
-    f = make_fragment(Tiny(kind), T=6)
-    with torch.no_grad():
-        s = f.state
-        dist, _ = policy.params(s.obs, s.act, s.rew, s.fin, hx=(), stepno=s.stepno)
-        floats = nested.map(lambda x: x.float() if x.dtype == torch.double else x, s.act)
-        logp = policy.dist.log_prob(dist, nested.map(lambda x: x.roll(-1, 0), floats))
-    dist = nested.map(
-        lambda x: x.detach().clone(), dist
-    )  # the deviation is a view of the parameter
-    f = f._replace(
-        state=s._replace(act=floats), actor=dict(dist=dist, logp=logp), adv=f.adv.float()
-    )
-    return TRPO(policy, critic, **kw), f
-
-
-def tensors(state):
-    return [x for x in nested.leaves(state) if isinstance(x, torch.Tensor)]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
 
 
 def clean(m):
     return {k: v for k, v in m.items() if not k.startswith("seconds")}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("junk", [1e3, math.inf, math.nan])
-def test_invalid_rows_have_no_influence(kind, junk):
-    (a, f) = make_agent(kind)
-    (b, _) = make_agent(kind)
-    assert not f.valid.all()
-    spoil = lambda x: torch.where(
-        (~f.valid).view(f.valid.shape + (1,) * (x.ndim - 2)), torch.tensor(junk).to(x.dtype), x
-    )
-    T = f.n_steps
-    obs = f.state.obs.clone()
-    act = nested.map(torch.clone, f.state.act)
-    obs[:T] = spoil(obs[:T])
-    for x in nested.leaves(act):
-        if x.is_floating_point():
-            x[1:] = spoil(x[1:])
-        else:
-            x[1:][~f.valid] = 0
-    logp = torch.cat([spoil(f.actor["logp"][:T]), f.actor["logp"][T:]])
-    spoiled = f._replace(
-        state=f.state._replace(obs=obs, act=act),
-        actor=dict(f.actor, logp=logp),
-        adv=spoil(f.adv),
-        ret=spoil(f.ret),
-    )
-    assert clean(a.update(f)) == clean(b.update(spoiled))
-    assert same(a.state_dict(), b.state_dict())
-
-
-@pytest.mark.parametrize("junk", [1e3, math.inf, math.nan])
-def test_invalid_rows_of_a_recurrent_policy_have_no_influence(junk):
-    policy = Recurrent("gaussian")
-    f = make_fragment(policy)
-    other = copy.deepcopy(policy)
-    assert not f.valid.all()
-    adv = f.adv.clone()
-    logp = f.actor["logp"].clone()
-    act = f.state.act.clone()
-    adv[~f.valid] = junk
-    logp[:-1][~f.valid] = -junk
-    act[1:][~f.valid] = junk
-    a = updated(policy, f)
-    b = updated(other, f._replace(adv=adv, actor=dict(logp=logp), state=f.state._replace(act=act)))
-    assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
-
-
-def test_actions_that_begin_elsewhere_than_at_zero():
-    policy = Recurrent("categorical")
-    f = make_fragment(policy)
-    other = copy.deepcopy(policy)
-    assert not f.valid.all()
-    other.dist = Categorical(3, start=5)
-    a = updated(policy, f)
-    b = updated(other, f._replace(state=f.state._replace(act=f.state.act + 5)))
-    assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -675,18 +505,6 @@ def test_subsampling_thins_the_fisher_matrix_and_nothing_else(kind):
     )
 
 
-def test_thinned_rows_are_a_sample_without_replacement_and_change_from_update_to_update():
-    policy = Tiny("categorical")
-    rows = policy_rows(make_fragment(policy, T=20, share=1.0))
-    g = torch.Generator().manual_seed(0)
-    few = subsample(rows, 0.25, g)
-    others = subsample(rows, 0.25, g)
-    assert few.adv.shape == (1, 20) and few.weight == pytest.approx(1 / 20)
-    index = [(rows.adv[0] == a).nonzero().item() for a in few.adv[0]]
-    assert len(set(index)) == 20 and torch.equal(few.state.obs[0], rows.state.obs[0, index])
-    assert not torch.equal(few.adv, others.adv)
-
-
 def test_thinned_environments_of_a_recurrent_policy_stay_whole():
     policy = Recurrent("gaussian")
     f = make_fragment(policy, T=6, B=8)
@@ -698,8 +516,9 @@ def test_thinned_environments_of_a_recurrent_policy_stay_whole():
         and float(few.weight.sum()) == pytest.approx(1)
     )
     columns = [(f.hx[0] == h).all(-1).nonzero().item() for h in few.hx[0]]
-    assert torch.equal(few.state.obs, f.state.obs[:-1, columns])
-    assert torch.equal(few.weight > 0, f.valid[:, columns])
+    valid = f.valid[:, columns]
+    assert torch.equal(few.state.obs[valid], f.state.obs[:-1, columns][valid])
+    assert torch.equal(few.weight > 0, valid)
     m, _, _ = updated(policy, f, fvp_subsample=0.5)
     assert m["accepted"] == 1
 
@@ -718,57 +537,34 @@ def test_thinned_environments_have_valid_rows():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_line_search_restores_every_bit(kind):
-    agent, f = make_agent(kind, accept_ratio=1e9, max_backtracks=4)
-    before = vector(agent.actor)
-    m = agent.update(f)
-    assert torch.equal(vector(agent.actor), before)
+    policy = Tiny(kind)
+    m, delta, _ = updated(policy, make_fragment(policy), accept_ratio=1e9, max_backtracks=4)
     want = dict(
         accepted=0, kl=0, step_size=0, predicted_improvement=0, actual_improvement=0, backtracks=4
     )
-    assert {k: m[k] for k in want} == want and m["surrogate_after"] == m["surrogate_before"]
+    assert not delta.any() and {k: m[k] for k in want} == want
+    assert m["surrogate_after"] == m["surrogate_before"]
     assert m["grad_norm"] > 0 and m["curvature"] > 0
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1e4])
-@pytest.mark.parametrize("n", [1, 2, 7, 23])
+@pytest.mark.parametrize("n", [1, 2, 7, 20])
 def test_constant_advantages_teach_nothing(value, n):
-    agent, f = make_agent("gaussian")
-    valid = torch.zeros_like(f.valid).flatten()
-    valid[:n] = True
-    before = vector(agent.actor)
-    m = agent.update(f._replace(adv=torch.full_like(f.adv, value), valid=valid.view_as(f.valid)))
-    assert torch.equal(vector(agent.actor), before) and m["accepted"] == 0
+    policy = Tiny("gaussian")
+    f = make_fragment(policy, share=1.1)
+    valid = (torch.arange(20) < n).view_as(f.valid)
+    constant = torch.full_like(f.adv, value)
+    m, delta, _ = updated(policy, f._replace(adv=constant, valid=valid))
+    assert not delta.any() and m["accepted"] == 0
     assert m["surrogate_before"] == m["surrogate_after"] == 0
 
 
 def test_frozen_parameters_stay():
-    agent, f = make_agent("gaussian")
-    agent.actor.head.log_std.requires_grad_(False)
-    agent = TRPO(agent.actor, agent.critic)
-    frozen = agent.actor.head.log_std.clone()
-    before = vector(agent.actor)
-    assert agent.update(f)["accepted"] == 1
-    assert torch.equal(agent.actor.head.log_std, frozen) and not torch.equal(
-        vector(agent.actor), before
-    )
-
-
-# ---- clear errors
-
-
-def test_a_critic_with_weights_of_the_policy_is_refused():
-    "Its fit would move the policy beyond the trust region."
-    actor, critic = (cls.for_env("CartPole-v1", hidden=(8,), seed=0) for cls in (MLPPolicy, Critic))
-    critic.net.hidden = actor.trunk.hidden
-    with pytest.raises(
-        DataError, match=r"critic.net.hidden.0.weight: TRPO: a step of the critic would"
-    ):
-        TRPO(actor, critic)
-
-
-def test_an_actor_without_a_distribution_is_refused():
-    with pytest.raises(ActorError, match="needs an actor with `params`.*Policy.*Linear"):
-        TRPO(nn.Linear(2, 2))
+    policy = Tiny("gaussian")
+    policy.net.log_std.requires_grad_(False)
+    frozen = policy.net.log_std.clone()
+    m, delta, _ = updated(policy, make_fragment(policy))
+    assert m["accepted"] == 1 and delta.any() and torch.equal(policy.net.log_std, frozen)
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])

@@ -139,8 +139,8 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     def update(self, batch: Fragment) -> dict:
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
         actor = self.actor
-        valid = batch.valid
         begin_metrics = self.begin(batch)
+        valid = batch.valid
 
         # One row for each valid step
         targets = q_targets(batch, actor.table, self.gamma, actor.first_state)[valid]

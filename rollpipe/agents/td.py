@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollpipe.agents.unroll import (
+    check_memory_known,
     check_segments,
     fill_invalid,
     lag_of,
@@ -219,6 +220,9 @@ def td_loss(
         burn_in: number of first rows that only build up the memory and are not trained on
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
+    if nested.leaves(fragment.hx):
+        check_memory_known(fragment, actor)
+
     # Rows that are trained on; those before them only build up the memory.
     rows = burnt_in(fragment, actor, burn_in)
     valid = rows.valid
