@@ -321,9 +321,7 @@ class File(World):
     "Reads its noise from an open file, whose position is not data."
 
     def __init__(self):
-        self.file = tempfile.TemporaryFile("w+")
-        self.file.write("".join(f"{i % 5 - 2}\n" for i in range(5_000)))
-        self.file.seek(0)
+        self.file = numbers_in_a_file()
 
     def noise(self):
         return float(self.file.readline()) + self.np_random.normal()
@@ -495,78 +493,83 @@ class Comes(World):
         self.n_steps += 1
         if self.n_steps == 400:
             self.more = self.comes()
-        return self.np_random.normal() + (0.0 if self.more is None else self.next())
-
-    def comes(self):
-        return iter(self.np_random.normal(size=10_000))
-
-    def next(self):
-        return next(self.more)
-
-
-class ComesGenerator(Comes):
-    def comes(self):
-        return (i % 3 - 1.0 for i in range(10_000))
-
-
-class ComesClosure(Comes):
-    def comes(self):
-        by = self.np_random.normal()
-
-        def shift():
-            nonlocal by
-            by += 0.01
-            return by
-
-        return shift
-
-    def next(self):
-        return self.more()
-
-
-class ComesObject(Comes):
-    def comes(self):
-        return Thing(being=Being(self.np_random.normal()))
-
-    def next(self):
-        self.more.being.x *= -1.01
-        return self.more.being.x
-
-
-class ComesFile(Comes):
-    def comes(self):
-        file = tempfile.TemporaryFile("w+")
-        file.write("".join(f"{i % 5 - 2}\n" for i in range(5_000)))
-        file.seek(0)
-        return file
-
-    def next(self):
-        return float(self.more.readline())
+        return self.np_random.normal() + (0.0 if self.more is None else type(self).read(self.more))
 
     def close(self):
-        if self.more is not None:
+        if hasattr(self.more, "close"):
             self.more.close()
 
 
-@pytest.mark.parametrize("make", [Comes, ComesGenerator, ComesClosure, ComesObject, ComesFile])
-def test_what_comes_late_is_exact(make):
+def comes(new, read=next):
+    "A class of environments to which `new(env)` comes; `read` takes its next number."
+    return type("Comes", (Comes,), dict(comes=new, read=staticmethod(read)))
+
+
+def shift(env):
+    by = env.np_random.normal()
+
+    def shifted():
+        nonlocal by
+        by += 0.01
+        return by
+
+    return shifted
+
+
+def mirrored(thing):
+    thing.being.x *= -1.01
+    return thing.being.x
+
+
+class Ends:
+    "An object that does something when it is gone."
+
+    def __del__(self):
+        pass
+
+
+def numbers_in_a_file(_=None):
+    file = tempfile.TemporaryFile("w+")
+    file.write("".join(f"{i % 5 - 2}\n" for i in range(5_000)))
+    file.seek(0)
+    return file
+
+
+ITERATOR = comes(lambda env: iter(env.np_random.normal(size=10_000)))
+CLOSURE = comes(shift, lambda shifted: shifted())
+LATE = {
+    "iterator": ITERATOR,
+    "generator": comes(lambda env: (i % 3 - 1.0 for i in range(10_000))),
+    "closure": CLOSURE,
+    "function": comes(lambda env: lambda: 1.0, lambda one: one()),
+    "object": comes(lambda env: Thing(being=Being(env.np_random.normal())), mirrored),
+    "object that is missed": comes(lambda env: Ends(), lambda _: 1.0),
+    "in a dict": comes(
+        lambda env: dict(tasks=[3, iter(range(9999))]), lambda x: next(x["tasks"][1]) % 3
+    ),
+    "file": comes(numbers_in_a_file, lambda file: float(file.readline())),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_comes_late_is_exact(name):
     "The episode is enough in the test at the start, and not later: then all actions are repeated."
     made = []
 
     def counted():
-        made.append(make())
+        made.append(LATE[name]())
         return made[-1]
 
     keeper = keeper_for(counted)
     assert keeper.name == "replay (episode)", keeper.failed
     for env in made:
         env.close()
-    goes_on(make, keeper, n=600)
+    goes_on(LATE[name], keeper, n=600)
 
 
 def test_a_batch_repeats_all_where_the_episode_is_not_enough():
     "A new environment takes the place of the one that was played already."
-    factories = env_factories(ComesClosure, 2)
+    factories = env_factories(CLOSURE, 2)
     batch, keeper = begun(factories)
     batch.reset()
     outcomes(batch, 500, 1)
@@ -690,12 +693,12 @@ def test_a_log_that_grows_too_long_keeps_the_episode_alone(monkeypatch):
     assert len(running.kept.log) < 1100
     new = restored(World, keeper, stored(running.kept.state()))
     new.repeat(running.play(lambda: 1, 50, 50, np.inf))
-    late = KeptEnv(ComesClosure(), keeper)
+    late = KeptEnv(CLOSURE(), keeper)
     late.do("reset", dict(seed=3))
     late.play(lambda: 1, 100, 5000, np.inf)
     with pytest.raises(EnvError, match="were too many to be kept"):
-        restored(ComesClosure, keeper, late.kept.state())
-    late = KeptEnv(Comes(), keeper)
+        restored(CLOSURE, keeper, late.kept.state())
+    late = KeptEnv(ITERATOR(), keeper)
     late.do("reset", dict(seed=3))
     late.play(lambda: 1, 100, 5000, np.inf)
     with pytest.raises(EnvError, match="too many actions, .* Got builtins.iterator"):
