@@ -38,7 +38,6 @@ from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.testing import check_pipe
 
 INFOS = ("count", "parts")
-WORLDS = {"memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 # --- the kinds of batches
@@ -154,13 +153,18 @@ def check_kind(kind, env, actor, plans, n_steps):
         assert_same(last, apply(lambda x: x[0], (after.state, after.term)))
 
 
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", [*OTHERS, *ASYNC])
-def test_every_kind_gives_the_transitions_of_single_environments(kind, world):
-    env, actor = WORLDS[world]
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_kind_gives_the_transitions_of_single_environments(kind):
+    "Nested observations and actions of several dtypes."
     for n_steps in (4, 7):
-        check_kind(kind, env, actor(), PLANS, n_steps)
+        check_kind(kind, Nested, NestedMemory(), PLANS, n_steps)
+
+
+@pytest.mark.slow_but_one
+@pytest.mark.parametrize("kind", ASYNC)
+def test_vectors_of_processes_give_the_transitions_of_single_environments(kind):
+    for env, actor in ((Counting, Memory()), (Nested, NestedMemory())):
+        check_kind(kind, env, actor, PLANS, 4)
 
 
 @pytest.mark.parametrize("kind", [*OTHERS, *WRITTEN])
