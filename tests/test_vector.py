@@ -199,18 +199,6 @@ def statistics(stream, b):
     return found
 
 
-def test_a_phantom_step_by_hand():
-    (f,) = fragments(lambda: Vectorised([[(2, "trunc"), (2, "term")]]), Memory(), 6, 1)
-    assert f.state.obs[:, 0, 2].tolist() == [0, 1, 2, 0, 1, 2, 0]  # step within the episode
-    assert f.state.obs[:, 0, 1].tolist() == [0, 0, 0, 1, 1, 1, 2]  # episode
-    assert f.valid[:, 0].tolist() == [True, True, False, True, True, False]
-    assert f.state.fin[:, 0].tolist() == [True, False, True, True, False, True, True]
-    assert f.state.stepno[:, 0].tolist() == [0, 1, 0, 0, 1, 0, 0]
-    assert f.term[:, 0].tolist() == [False] * 5 + [True, False]
-    assert f.state.rew[3, 0] == f.state.rew[6, 0] == 0
-    assert f.final.t.tolist() == [1] and f.final.obs.tolist() == [[0, 0, 2, f.final.obs[0, 3]]]
-
-
 @pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (1.0, 1.0)])
 def test_rows_that_are_not_valid_have_no_advantage_and_reach_no_neighbour(gamma, lam):
     pipe = AdvantageBuffer(
@@ -419,16 +407,6 @@ def broken(**changes):
     return lambda: Odd(rule)
 
 
-def nan_in_1(x):
-    x = x.astype(np.float32)
-    x[1] = np.nan
-    return x
-
-
-def boom(x):
-    raise ZeroDivisionError("boom")
-
-
 def endless(infos):
     me = {}
     me["me"] = me
@@ -438,14 +416,6 @@ def endless(infos):
 @pytest.mark.parametrize(
     "error, source, parts",
     [
-        (EnvError, broken(obs=nan_in_1), ["lane 0, environment 1 (", "leaf obs: non-finite value"]),
-        (EnvError, broken(rew=nan_in_1), ["environment 1 (", "leaf rew: non-finite value"]),
-        (
-            EnvError,
-            broken(rew=lambda x: x[:, None]),
-            ["one reward for each environment", "numbers [2]", "[2, 1]"],
-        ),
-        (EnvError, broken(term=lambda x: x.astype(int)), ["one termination for each", "bool [2]"]),
         (EnvError, broken(trunc=lambda x: x[:1]), ["one truncation for each"]),
         (
             EnvError,
@@ -453,36 +423,17 @@ def endless(infos):
             ["ended while it was reset", "environment 0 (", "NextStep"],
         ),
         (
-            EnvError,
-            broken(obs=boom),
-            ["step() raised ZeroDivisionError: boom", "EnvStepper, lane 0"],
-        ),
-        (
             DataError,
             broken(obs=lambda x: x[:, :2]),
             ["leaf obs: wrong shape", "float32 [2, 4]", "[2, 2]"],
         ),
-        (
-            EnvError,
-            broken(obs=lambda x: torch.ones(2, 4, requires_grad=True).exp()),
-            ["leaf obs", "no array"],
-        ),
         (DataError, broken(obs=lambda x: {"a": x}), ["obs has the wrong structure"]),
-        (
-            EnvError,
-            broken(infos=lambda x: None),
-            ["lane 0", "environment <lambda>", "leaf infos", "no dict", "got None"],
-        ),
         (
             EnvError,
             broken(infos=lambda x: [{}, {}]),
             ["lane 0", "environment <lambda>", "leaf infos", "no dict", "got [{}, {}]"],
         ),
-        (
-            EnvError,
-            broken(infos=lambda x: endless(x)),
-            ["lane 0", "environment <lambda>", "info['count']", "contains itself"],
-        ),
+        (EnvError, broken(infos=endless), ["lane 0", "info['count']", "contains itself"]),
         (
             EnvError,
             broken(infos=lambda x: {**x, "count": np.zeros((2, 3))}),
@@ -491,6 +442,7 @@ def endless(infos):
     ],
 )
 def test_faults_name_the_place(error, source, parts):
+    "Of a vector as a whole; those of one environment are in the laws of environments."
     fails(error, source, *parts)
 
 
