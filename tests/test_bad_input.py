@@ -75,6 +75,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.envs.factories import space_spec
 from rollpipe.pipes.envs.kept import Keeper
+from rollpipe.pipes.envs.single import is_end
 from rollpipe.pipes.recording.replayer import parts_in
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.workers.reading import ProcessReading
@@ -616,58 +617,6 @@ def test_whole_numbers_that_fit(space, value):
 # --- rewards
 
 
-@pytest.mark.parametrize(
-    "value, got",
-    [
-        (np.ones(1, np.float32), "float32 [1]"),
-        (np.ones((1, 1)), "float64 [1, 1]"),
-        (np.ones(2), "float64 [2]"),
-        ([1.0], "[1.0]"),
-        ([1.0, 2.0], "[1.0, 2.0]"),
-        (torch.ones(1), "float32 [1]"),
-        ({"a": 1.0}, "'a'"),
-        ("1.0", "1.0"),
-        ("much", "much"),
-        (1j, "1j"),
-        (object(), "object"),
-    ],
-    ids=[
-        "1",
-        "1x1",
-        "2",
-        "list",
-        "longer list",
-        "tensor",
-        "dict",
-        "number as text",
-        "text",
-        "complex",
-        "object",
-    ],
-)
-def test_rewards_that_are_no_numbers(value, got):
-    for make in (
-        lambda: stepper(tampered(rew=lambda _: value)),
-        lambda: EnvStepper(tampered(rew=lambda _: value), Plain()),
-    ):
-        failure(
-            EnvError,
-            make,
-            "EnvStepper, lane 0, environment",
-            "leaf rew",
-            "no scalar",
-            "Expected one number",
-            "got",
-            got,
-        )
-
-
-def test_a_vector_reward_of_every_environment():
-    "As many numbers as there are environments are no better."
-    pipe = plain(partial(Scripted, LONG, pay=np.ones(3)), 3)
-    failure(EnvError, pipe, "environment 0", "leaf rew", "Expected one number")
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("value", [np.float32(nan), torch.tensor(nan), None, 1e39])
 def test_rewards_that_are_not_finite(value):
@@ -705,44 +654,19 @@ def test_rewards_that_are_numbers(value):
     ],
     ids=lambda x: "module" if x is gym else repr(x),
 )
-@pytest.mark.parametrize("name, leaf", [("term", "terminated"), ("trunc", "truncated")])
-def test_ends_that_are_neither_true_nor_false(name, leaf, value, got):
-    failure(
-        EnvError,
-        stepper(tampered(**{name: lambda _: value})),
-        *WHO,
-        f"leaf {leaf}",
-        "Expected True or False",
-        "got",
-        got,
-    )
+def test_ends_that_are_neither_true_nor_false(value, got):
+    parts = "Expected True or False", "got", got
+    source = tampered(trunc=lambda _: value)
+    failure(EnvError, stepper(source), *WHO, "leaf truncated", *parts)
+    failure(EnvError, lambda: is_end(value, False), "leaf terminated", *parts)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        True,
-        np.True_,
-        1,
-        1.0,
-        np.int8(1),
-        np.array(True),
-        torch.tensor(True),
-        False,
-        np.False_,
-        0,
-        0.0,
-        np.int8(0),
-        np.array(False),
-        torch.tensor(False),
-    ],
-    ids=repr,
-)
-def test_ends_that_are_true_or_false(value):
-    [tick] = islice(
-        EnvStepper(tampered(when=1, term=lambda _: value, trunc=lambda _: np.False_), Plain()), 1
-    )
-    assert tick.term.tolist() == [bool(value)] and tick.next.fin.tolist() == [bool(value)]
+@pytest.mark.parametrize("kind", [bool, np.bool_, int, float, np.int8, np.array, torch.tensor])
+def test_ends_that_are_true_or_false(kind):
+    for value in (True, False):
+        ends = (kind(value), np.False_)
+        [tick] = islice(plain(partial(Scripted, LONG, ends=lambda env, x=ends: x)), 1)
+        assert tick.term.tolist() == [value] and tick.next.fin.tolist() == [value]
 
 
 # --- infos

@@ -43,7 +43,6 @@ from rollpipe.pipes.data.fragment_ops import (
     columns,
     join,
     pad_episodes,
-    same_keys,
     transitions,
 )
 from rollpipe.pipes.envs.agents import Agents
@@ -814,32 +813,6 @@ def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, ve
 
 
 # --- the same keys
-
-
-def test_same_keys_by_hand():
-    yes = torch.tensor([[True, True]])
-    no = torch.tensor([[True, False]])
-    one, two, three = same_keys(
-        [
-            dict(x=torch.ones(1, 2)),
-            dict(x=torch.zeros(1, 2), _x=no, n=torch.ones(1, 2, 3).long(), _n=yes),
-            {},
-        ],
-        [no, yes, yes],
-    )
-    assert {*one} == {*two} == {*three} == {"x", "_x", "n", "_n"}
-    assert (
-        one["_x"].tolist() == [[True, False]]
-        and one["n"].tolist() == [[[0] * 3] * 2]
-        and not one["_n"].any()
-    )
-    assert (
-        two["_x"] is no
-        and three["x"].isnan().all()
-        and not three["_x"].any()
-        and three["n"].shape == (1, 2, 3)
-    )
-    assert one["_x"].data_ptr() != no.data_ptr()
 
 
 def test_a_lane_with_another_form_of_an_info_is_refused():

@@ -6,13 +6,15 @@ A kind makes a batch of the same single environments, so the stream of these is 
 from functools import partial
 from itertools import islice
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import apply, assert_same, snapshot
+from reference import apply, assert_same, differences, snapshot
+from test_keeping import stored
 from test_vector import PLANS, Pool, Vectorised
 from toys import (
     ENDS,
@@ -32,8 +34,11 @@ from toys import (
     fail,
 )
 
+from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector
 from rollpipe.pipes.envs.agents import Agents
+from rollpipe.pipes.graph.pipe import restore_stream, stream_state
+from rollpipe.pipes.passes import keep_as
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.testing import check_pipe
 
@@ -311,3 +316,61 @@ def test_closing_that_fails_is_a_warning_that_names_the_environment(kind):
         UserWarning, match=r"lane 0, environment .*close\(\) raised ZeroDivisionError: boom"
     ):
         items.close()
+
+
+# --- states
+
+
+def told_late(env):
+    "Infos of which one comes late."
+    is_late = env.episode > 1
+    return {"count": env.count} | ({"late": env.episode / 2} if is_late else {})
+
+
+def cart():
+    env = gym.make("CartPole-v1", max_episode_steps=7)
+    return gym.wrappers.NormalizeObservation(gym.wrappers.RecordEpisodeStatistics(env))
+
+
+def scripted(kind, n_steps):
+    makes = [partial(Scripted, plan, tag, tell=told_late) for tag, plan in enumerate(PLANS)]
+    return pipe_of(kind, makes, Memory(), n_steps, seed=3)
+
+
+def carts(kind, n_steps):
+    options = dict(seed=3, info_keys=["episode"])
+    return pipe_of(kind, [cart] * 3, MLPPolicy.for_env(cart, seed=0), n_steps, **options)
+
+
+# way to keep -> what makes a pipe, and the kinds that a test at the start may keep so
+WAYS = {
+    "replay (all)": (scripted, [kind for kind in KINDS if kind != "EnvPool"]),
+    "replay (episode)": (scripted, ["single"]),
+    "copy": (carts, ["single", *SYNC]),
+}
+KEPT = [(way, kind) for way, (_, kinds) in WAYS.items() for kind in kinds]
+
+
+@pytest.mark.parametrize("way, kind", KEPT)
+def test_a_stream_goes_on_from_its_state_at_any_item(way, kind):
+    "Also where an environment is about to be reset, and before and after an info comes late."
+    n = 7
+    make, _ = WAYS[way]
+
+    def resumed(k, state=None):
+        pipe = make(kind, 2)
+        keep_as(pipe, [way])
+        if state is not None:
+            restore_stream(pipe, state)
+        items = iter(pipe)
+        found = list(map(snapshot, islice(items, k)))
+        for f in found:
+            f.env.get("episode", {}).pop("t", None)  # a duration on the clock
+        return found, stored(stream_state(pipe))
+
+    whole, _ = resumed(n)
+    for k in range(1, n):
+        first, state = resumed(k)
+        rest, _ = resumed(n - k, state)
+        for i, (x, y) in enumerate(zip(first + rest, whole, strict=True)):
+            assert not differences(x, y), f"item {i}, from a state after {k}"

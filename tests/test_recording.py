@@ -21,7 +21,7 @@ from forked import Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from toys import Acts, Scripted, sampled
+from toys import Acts, Lively, Scripted, Shaky, sampled
 
 from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.layers import (
@@ -36,7 +36,9 @@ from rollpipe.pipes import (
     CheckpointError,
     DataError,
     EnvStepper,
+    EpisodeCollector,
     FragmentCollector,
+    FragmentStacker,
     FrameStack,
     Lanes,
     ProcessReading,
@@ -54,9 +56,10 @@ from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.keeping.files import decode, encode
-from rollpipe.pipes.passes import keep_environments
+from rollpipe.pipes.passes import keep_as, keep_environments
 from rollpipe.pipes.recording import recorder
 from rollpipe.pipes.recording.recorder import item_files, records_in
+from rollpipe.pipes.steps import Steps
 from rollpipe.runs import resumed, saved
 
 pytestmark = pytest.mark.timeout(300)
@@ -253,29 +256,71 @@ def test_a_resumed_loop_records_each_item_once(workers, above, tmp_path):
     assert len(sum(whole, [])) == 18
 
 
-@pytest.mark.parametrize("before", [1, 2])
-def test_a_lane_that_had_not_begun_at_the_checkpoint_records_each_item_once(before, tmp_path):
-    "What it recorded after the checkpoint was taken for another recording."
+def collector_of(seed=None):
+    return FragmentCollector(EnvStepper(Lively, Shaky(), 2, seed=seed, terminal_obs=True), 4)
 
-    def items(pipe, n, state=None):
-        keep_environments(pipe)
-        if state is not None:
-            restore_stream(pipe, state)
-        return islice(iter(pipe), n)
 
-    whole = [*items(recorder_of(tmp_path / "whole"), 6)]
-    stopped = recorder_of(tmp_path / "parts")
-    stream = items(stopped, 6)
-    for _ in range(before):
-        next(stream)
-    state = stream_state(stopped)
-    for _ in range(3):
-        next(stream)  # which are lost
-    stream = None
-    resumed_items = items(recorder_of(tmp_path / "parts"), 6 - before, state)
-    for k, x in enumerate(resumed_items, before):
-        assert_equal(x, whole[k])
-    assert_equal([*Lanes(Replayer(tmp_path / "parts"), 2)], whole)
+# edge of a pipeline -> the pipeline with a recorder there
+RECORDED = {
+    "fragments": lambda recorder: recorder(collector_of(1)),
+    "lanes": lambda recorder: Lanes(recorder(collector_of()), 2, seed=0),
+    "above lanes": lambda recorder: recorder(Lanes(collector_of(), 2, seed=0)),
+    "batches": lambda recorder: recorder(FragmentStacker(Lanes(collector_of(), 2, seed=0), 3)),
+    "episodes": lambda recorder: recorder(EpisodeCollector(collector_of(1).pipe)),
+    "steps": lambda recorder: recorder(Steps(collector_of(1))),
+}
+
+
+def resumed_items(pipe, n, state=None):
+    "`n` items of a pipe that goes on from a state; and the iterator, without which the state would be lost."
+    if not isinstance(pipe, Replayer):
+        keep_as(pipe, ["replay (episode)"])
+    if state is not None:
+        restore_stream(pipe, state)
+    items = iter(pipe)
+    return list(islice(items, n)), items
+
+
+@pytest.mark.parametrize("edge, compress", [*zip(RECORDED, [False, True] * 3)])
+def test_what_is_recorded_comes_out_though_the_stream_is_resumed_at_any_item(
+    edge, compress, tmp_path
+):
+    "Items that were recorded after the state was taken are lost, and recorded again; also where a lane had not begun."
+    n = 6
+
+    def pipe_of(folder):
+        recorder = partial(Recorder, path=tmp_path / folder, chunk=1500, compress=compress)
+        return RECORDED[edge](recorder)
+
+    def replayer_of(folder):
+        replayer = Replayer(tmp_path / folder)
+        return Lanes(replayer, 2) if edge == "lanes" else replayer
+
+    whole, items = resumed_items(pipe_of("whole"), n)
+    items.close()
+    assert_equal(list(replayer_of("whole")), whole)
+
+    for k in range(1, n):
+        # The recording goes on from its state after `k` items.
+        pipe = pipe_of(str(k))
+        first, items = resumed_items(pipe, k)
+        state = stream_state(pipe)
+        next(items), next(items)
+        items = None
+        rest, items = resumed_items(pipe_of(str(k)), n - k, state)
+        items.close()
+        assert_equal(first + rest, whole)
+        # A lane that was not asked again still has what it recorded after the state was taken.
+        found = list(replayer_of(str(k)))
+        assert_equal(found[:n], whole)
+        assert len(found) == n or edge == "lanes"
+
+        # So does what plays it.
+        replayer = replayer_of("whole")
+        first, items = resumed_items(replayer, k)
+        state = stream_state(replayer)
+        rest, items = resumed_items(replayer_of("whole"), None, state)
+        assert_equal(first + rest, whole)
 
 
 KILLED = """
