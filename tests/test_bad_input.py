@@ -1221,15 +1221,6 @@ def test_errors_pass_through_pipes_below_unchanged():
         list(pipe)
 
 
-def test_lanes_belong_after_the_collector():
-    pipe = FragmentCollector(Lanes(EnvStepper(Counting, Plain()), 2, seed=0), 6)
-    with pytest.raises(
-        DataError,
-        match="FragmentCollector: ticks of several lanes.*`Lanes` after the collector.*lanes 0 and 1",
-    ):
-        next(iter(pipe))
-
-
 FRACTIONS = [
     (AdvantageBuffer, "gamma", ()),
     (AdvantageBuffer, "lam", ()),

@@ -482,12 +482,6 @@ def vectorised():
     return Vectorised(PLANS)
 
 
-def without_mode():
-    vec = vectorised()
-    vec.metadata = {}
-    return vec
-
-
 def asynchronous():
     pool = Pool(makers(Counting, PLANS))
     pool.is_async = True
@@ -505,14 +499,10 @@ def doubled(shown):
 @pytest.mark.parametrize(
     "source, options, parts",
     [
-        (without_mode, {}, ["metadata['autoreset_mode']", "must say when"]),
         (asynchronous, {}, ["asynchronous EnvPool", "batch_size"]),
         (lambda: SyncVectorEnv([Talking]), {}, ["['says']"]),
-        (vectorised, dict(n_envs=2), ["n_envs=3, as in the vector"]),
-        (vectorised, dict(sticky=4), ["cannot rest"]),
         ([Counting, vectorised], {}, ["a batch by itself", "environment 1"]),
         ([vectorised, Counting], {}, ["several sources"]),
-        ("CartPole-v1", dict(vector="sync", n_envs=0), ["n_envs=0"]),
         ("CartPool-v1", dict(vector="sync"), ["CartPole-v1"]),
         ("Acrobot-v1", dict(vector="vector_entry_point"), ["could not be made"]),
         (vectorised, dict(actor=Acts(doubled)), ["wrong action"]),
