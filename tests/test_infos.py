@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from toys import Counting, Plain, Thrifty
+from toys import Alone, Counting, Plain, Scripted, Thrifty
 
 from rollpipe.agents import evaluate
 from rollpipe.layers import MLPPolicy
@@ -35,7 +35,6 @@ from rollpipe.pipes import (
     collect,
     context,
     nested,
-    on_policy,
     prepare,
     startup,
 )
@@ -44,7 +43,6 @@ from rollpipe.pipes.data.fragment_ops import (
     columns,
     join,
     pad_episodes,
-    same_keys,
     transitions,
 )
 from rollpipe.pipes.envs.agents import Agents
@@ -129,10 +127,6 @@ def same(a, b):
         np.testing.assert_array_equal(a[key], b[key])
 
 
-def has_text(infos, keys):
-    return any(isinstance(info.get(key), str) for info in infos for key in keys)
-
-
 @fast
 @given(story=stories())
 def test_single_environments(story):
@@ -140,95 +134,6 @@ def test_single_environments(story):
     recorder = SingleInfos(len(infos[0]))
     for step, v, expected in zip(infos, valid, slow(*story)):
         same(recorder.record(step, v), expected)
-
-
-@fast
-@given(story=stories(), keys=st.sets(st.sampled_from("abcd")))
-def test_chosen_keys(story, keys):
-    infos, valid = story
-    recorder = SingleInfos(len(infos[0]), sorted(keys))
-    for step, v, expected in zip(infos, valid, slow(*story, keys)):
-        if has_text(step, keys):
-            with pytest.raises(EnvError, match="not numeric"):
-                recorder.record(step, v)
-            return
-        same(recorder.record(step, v), expected)
-
-
-def gathered(infos):
-    "As gymnasium's vector environments gather infos: arrays for all environments, and masks of those that said something."
-    out = {}
-    for key in dict.fromkeys(key for info in infos for key in info):
-        values = [info.get(key) for info in infos]
-        kind = type(next(x for x in values if x is not None))
-        out[key] = np.array(
-            [kind() if x is None else x for x in values], dtype=object if kind is str else None
-        )
-        out[f"_{key}"] = np.array([x is not None for x in values])
-    return out
-
-
-@fast
-@given(story=stories(change=False), data=st.data())
-def test_the_infos_of_an_end_are_found_and_those_of_a_reset_are_not(story, data):
-    "SAME_STEP puts the infos of the step that ended an episode into `final_info`, and those of the reset beside those of the other steps."
-    infos, valid = story
-    n = len(infos[0])
-    floats = sorted(
-        {key for step in infos for info in step for key, x in info.items() if isinstance(x, float)}
-    )
-    recorder = VectorInfos(n)
-    for step, v, expected in zip(infos, valid, slow(*story)):
-        ended = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
-        resets = [
-            {
-                key: 99.0
-                for key in ("reset", *data.draw(st.sets(st.sampled_from(floats or ["reset"]))))
-            }
-            for _ in range(n)
-        ]
-        now = [reset if e else info for info, reset, e in zip(step, resets, ended)]
-        over = [info if e else {} for info, e in zip(step, ended)]
-        same(
-            recorder.record(
-                {**gathered(now), "final_info": gathered(over), "final_obs": None}, ended, v
-            ),
-            expected,
-        )
-
-
-@fast
-@given(
-    values=st.lists(
-        st.lists(st.tuples(st.integers(0, 9), st.floats(-1, 1)), min_size=2, max_size=2),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_nested_infos(values):
-    recorder = SingleInfos(2)
-    every = np.ones(2, bool)
-    for pair in values:
-        record = recorder.record([{"at": {"n": n, "x": (x,)}} for n, x in pair], every)
-        assert record["at"]["n"].tolist() == [n for n, _ in pair] and record["at"]["x"][
-            0
-        ].tolist() == [x for _, x in pair]
-    silent = recorder.record([{}, {}], every)
-    assert (
-        np.isnan(silent["at"]["x"][0]).all()
-        and silent["at"]["n"].tolist() == [0, 0]
-        and silent["_at"].tolist() == [False, False]
-    )
-
-
-def test_a_nested_info_keeps_its_wider_dtype_too():
-    recorder = SingleInfos(1)
-    found = [recorder.record([{"at": {"x": x}}], np.ones(1, bool))["at"]["x"] for x in (0, 0.5, 1)]
-    assert [x.dtype.kind for x in found] == ["i", "f", "f"] and [x.tolist() for x in found] == [
-        [0],
-        [0.5],
-        [1],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -298,39 +203,20 @@ def test_what_environments_use_again_is_recorded_as_it_was(engine, paid, keys):
 
 def test_numbers_that_a_network_computed():
     "They are recorded without their graph."
-
-    class Graphed(Counting):
-        def step(self, action):
-            obs, reward, *rest, info = super().step(action)
-            return (
-                obs,
-                torch.tensor(reward, requires_grad=True) * 2,
-                *rest,
-                {"n": torch.tensor(1.0, requires_grad=True) * self.count},
-            )
-
-    f = next(iter(FragmentCollector(EnvStepper(Graphed, Plain(), seed=0), 5)))
-    assert (
-        f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
-        and (f.state.rew[1:] % 100 > 2 * f.env["n"] - 0.1).all()
-    )
+    one = torch.tensor(1.0, requires_grad=True)
+    source = partial(Scripted, pay=lambda env: one * 7, tell=lambda env: {"n": one * env.count})
+    f = next(iter(FragmentCollector(EnvStepper(source, Plain(), seed=0), 5)))
+    assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
+    assert (f.state.rew[1:] == 7).all()
 
 
 def test_an_info_that_is_not_recorded_may_be_anything():
     "It is not copied, and nothing is read in it."
     endless = {}
     endless["me"] = [endless, endless]
-
-    class Odd(Counting):
-        def step(self, action):
-            return *super().step(action)[:4], {
-                "n": self.count,
-                7: object(),
-                "endless": endless,
-                "lock": signal,
-            }
-
-    f = next(iter(FragmentCollector(EnvStepper(Odd, Plain(), seed=0, info_keys=["n"]), 5)))
+    tell = lambda env: {"n": env.count, 7: object(), "endless": endless, "lock": signal}
+    source = partial(Scripted, tell=tell)
+    f = next(iter(FragmentCollector(EnvStepper(source, Plain(), seed=0, info_keys=["n"]), 5)))
     assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
 
 
@@ -449,18 +335,12 @@ def test_an_info_that_was_chosen_and_never_appears_is_said_once(caplog):
 @pytest.mark.parametrize("vector", [False, True])
 def test_an_info_that_was_chosen_and_appears_late_as_text(vector):
     makes = [partial(Telling, lambda step: {"late": "text"} if step == 3 else {})] * 2
-    with pytest.raises(
-        EnvError,
-        match=r"EnvStepper, lane 0.*leaf info\['late'\]: this info cannot be recorded: it is not numeric",
-    ):
-        list(
-            islice(
-                EnvStepper(
-                    (lambda: SyncVectorEnv(makes)) if vector else makes, Plain(), info_keys=["late"]
-                ),
-                5,
-            )
-        )
+    source = (lambda: SyncVectorEnv(makes)) if vector else makes
+    told = (
+        r"EnvStepper, lane 0.*leaf info\['late'\]: this info cannot be recorded: it is not numeric"
+    )
+    with pytest.raises(EnvError, match=told):
+        list(islice(EnvStepper(source, Plain(), info_keys=["late"]), 5))
 
 
 def test_one_name_is_no_list():
@@ -577,7 +457,7 @@ def vector(story, n, mode):
     return lambda: SyncVectorEnv(makes(story, n), autoreset_mode=mode)
 
 
-stream = settings(deadline=None, max_examples=25)
+stream = settings(deadline=None, max_examples=15)
 seeds = st.integers(0, 10**6)
 few = st.integers(1, 3)
 
@@ -672,6 +552,23 @@ def test_batches_their_parts_and_minibatches(story, n, lanes, data):
     check_fragments(story, islice(Minibatcher(stacked, 3, seed=0), 12))
 
 
+def in_a_replay(story, n, lanes, capacity, length, path=None):
+    "Every sample has what was told, however often infos have appeared since its steps were stored."
+    pipe = Lanes(FragmentCollector(EnvStepper(makes(story, n), Idle()), 5), lanes, seed=story)
+    memory = ReplayMemory(capacity, length=length, seed=0, path=path)
+    for f in islice(pipe, 15):
+        memory.add(f)
+        if memory.sampler.n_segments:
+            check_fragments(story, [memory.sample(6).fragment])
+    check_fragments(story, [memory.sample(300).fragment])
+    assert len(memory) == memory.store.records["fragment.valid"].sum() == min(capacity, 15 * 5 * n)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_samples_have_the_infos_of_their_steps(length):
+    in_a_replay(story=7, n=2, lanes=2, capacity=60, length=length)
+
+
 @pytest.mark.slow
 @stream
 @given(
@@ -680,19 +577,11 @@ def test_batches_their_parts_and_minibatches(story, n, lanes, data):
     lanes=few,
     capacity=st.integers(30, 200),
     length=st.integers(1, 4),
-    data=st.data(),
+    is_mapped=st.booleans(),
 )
-def test_replay(story, n, lanes, capacity, length, data, tmp_path_factory):
-    "Every sample has what was told, however often infos have appeared since its steps were stored."
-    pipe = Lanes(FragmentCollector(EnvStepper(makes(story, n), Idle()), 5), lanes, seed=story)
-    path = tmp_path_factory.mktemp("replay") if data.draw(st.booleans()) else None
-    memory = ReplayMemory(capacity, length=length, seed=0, path=path)
-    for f in islice(pipe, 15):
-        memory.add(f)
-        if memory.sampler.n_segments:
-            check_fragments(story, [memory.sample(6).fragment])
-    check_fragments(story, [memory.sample(300).fragment])
-    assert len(memory) == memory.store.records["fragment.valid"].sum() == min(capacity, 15 * 5 * n)
+def test_replay(story, n, lanes, capacity, length, is_mapped, tmp_path_factory):
+    path = tmp_path_factory.mktemp("replay") if is_mapped else None
+    in_a_replay(story, n, lanes, capacity, length, path)
 
 
 class Halves(gym.Env):
@@ -781,29 +670,16 @@ def test_large_infos_that_appear_late_come_out_of_the_workers():
     "The workers put arrays of this size into the places of a layout, which is made when the first batches have arrived."
 
     def tell(step):
-        return (
-            {"large": np.full((200, 200), step, np.float32)}
-            if step > 18 or step % 4 == 3 and step > 9
-            else {}
-        )
+        is_told = step > 18 or step % 4 == 3 and step > 9
+        return {"large": np.full((200, 200), step, np.float32)} if is_told else {}
 
-    def pipe():
-        return FragmentStacker(
-            Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 4), 2, seed=0),
-            2,
-        )
-
-    serial = list(map(snapshot, islice(pipe(), 7)))
-    assert [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial] == [
-        None,
-        None,
-        4,
-        4,
-        8,
-        16,
-        16,
-    ]
-    with DataLoader2(pipe(), reading_service=ProcessReading(2)) as loader:
+    source = partial(Telling, tell)
+    pipe = Lanes(FragmentCollector(EnvStepper(source, Plain(), 2), 4), 2, seed=0)
+    pipe = FragmentStacker(pipe, 2)
+    serial = list(map(snapshot, islice(pipe, 7)))
+    told = [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial]
+    assert told == [None, None, 4, 4, 8, 16, 16]
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         assert_same(list(map(snapshot, islice(loader, 7))), serial)
 
 
@@ -821,31 +697,15 @@ def test_lanes_that_begin_anew_record_the_same_infos():
     check_fragments(5, [*fragments, memory.sample(400).fragment])
 
 
-class Pictured(Telling):
-    def step(self, action):
-        *rest, info = super().step(action)
-        return *rest, info if self.count == 3 else {
-            **info,
-            "image": np.full((2, 2, 3), self.count, np.uint8),
-        }
-
-
 def test_steps_without_an_image():
-    steps = list(
-        islice(
-            Steps(
-                FragmentCollector(EnvStepper([partial(Pictured, lambda step: {})] * 2, Plain()), 5),
-                image="image",
-            ),
-            20,
-        )
-    )
-    assert [None if s.image is None else int(s.image[0, 0, 0]) for s in steps[::2]] == [
-        1,
-        2,
-        None,
-        *range(4, 11),
-    ]
+    def tell(env):
+        picture = np.full((2, 2, 3), env.calls["step"], np.uint8)
+        return {} if env.calls["step"] == 3 else {"image": picture}
+
+    source = partial(Scripted, [(4, "trunc")], tell=tell)
+    steps = Steps(FragmentCollector(EnvStepper([source] * 2, Plain()), 5), image="image")
+    found = [s.image if s.image is None else int(s.image[0, 0, 0]) for s in islice(steps, 20)]
+    assert found[::2] == [1, 2, None, *range(4, 11)]
 
 
 # --- the statistics of episodes that gymnasium reports
@@ -925,27 +785,6 @@ def step_of_gymnasium_1_3(self, actions):
     return answer
 
 
-class Alone:
-    "One agent, as a parallel environment."
-
-    possible_agents = agents = ["one"]
-
-    def __init__(self):
-        self.env = Telling(lambda step: {})
-
-    def observation_space(self, agent):
-        return self.env.observation_space
-
-    def action_space(self, agent):
-        return self.env.action_space
-
-    def reset(self, seed=None, options=None):
-        return {"one": self.env.reset(seed=seed)[0]}, {}
-
-    def step(self, actions):
-        return tuple({"one": x} for x in self.env.step(actions["one"]))
-
-
 class OwnStatistics(gym.wrappers.vector.RecordEpisodeStatistics):
     "A subclass with another signature."
 
@@ -962,7 +801,7 @@ def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, ve
 
     def source(mode=AutoresetMode.SAME_STEP):
         if vector is Agents:
-            inner = Agents(Alone, 2)
+            inner = Agents(lambda: Alone(Telling(lambda step: {})), 2)
         else:
             inner = vector([partial(gym.make, "CartPole-v1")] * 2, autoreset_mode=mode)
         return OwnStatistics("own", inner) if wrap else Stats(inner)
@@ -973,49 +812,7 @@ def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, ve
         next(iter(EnvStepper(partial(source, AutoresetMode.NEXT_STEP), Idle())))
 
 
-def test_statistics_in_a_replay_and_in_batches():
-    pipe = on_policy(
-        [partial(recorded, 12)] * 2, Idle(), lambda obs: obs.sum(-1), n_steps=8, lanes=2, seed=0
-    )
-    memory = ReplayMemory(2000, seed=0)
-    for f in islice(pipe, 8):
-        memory.add(f)
-    sample = memory.sample(400).fragment
-    ended = sample.env["_episode"]
-    (length,) = sample.env["episode"]["l"]
-    assert torch.equal(ended, sample.state.fin[1:]) and torch.equal(
-        length[ended[0]], sample.state.stepno[0][ended[0]] + 1
-    )
-    assert 0 < ended.sum() < 200
-
-
 # --- the same keys
-
-
-def test_same_keys_by_hand():
-    yes = torch.tensor([[True, True]])
-    no = torch.tensor([[True, False]])
-    one, two, three = same_keys(
-        [
-            dict(x=torch.ones(1, 2)),
-            dict(x=torch.zeros(1, 2), _x=no, n=torch.ones(1, 2, 3).long(), _n=yes),
-            {},
-        ],
-        [no, yes, yes],
-    )
-    assert {*one} == {*two} == {*three} == {"x", "_x", "n", "_n"}
-    assert (
-        one["_x"].tolist() == [[True, False]]
-        and one["n"].tolist() == [[[0] * 3] * 2]
-        and not one["_n"].any()
-    )
-    assert (
-        two["_x"] is no
-        and three["x"].isnan().all()
-        and not three["_x"].any()
-        and three["n"].shape == (1, 2, 3)
-    )
-    assert one["_x"].data_ptr() != no.data_ptr()
 
 
 def test_a_lane_with_another_form_of_an_info_is_refused():

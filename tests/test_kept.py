@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import time
 
 import numpy as np
@@ -91,28 +92,11 @@ def test_the_file_is_that_of_the_evaluation_although_training_goes_on(tmp_path, 
 @pytest.mark.slow
 def test_evaluate_best_says_what_training_has_said(tmp_path, capsys):
     run = tmp_path / "run"
-    assert (
-        rollpipe(
-            "train",
-            "trpo",
-            "CartPole-v1",
-            "--steps",
-            640,
-            "--out",
-            run,
-            *SMALL,
-            "--eval-every",
-            2,
-            "--seed",
-            5,
-        )
-        == 0
-    )
+    words = "train trpo CartPole-v1 --steps 640 --eval-every 2 --seed 5 --out".split()
+    assert rollpipe(*words, run, *SMALL) == 0
     mean = best_return(run)
-    assert (
-        f"best evaluation: return {mean:.1f} (mean of 20 episodes) after "
-        in capsys.readouterr().out
-    )
+    told = f"best evaluation: return {mean:.1f} (mean of 20 episodes) after "
+    assert told in capsys.readouterr().out
     for words in ([run, "--best"], [run / "best.safetensors"]):
         assert rollpipe("evaluate", *words, "--seed", 5) == 0
         assert capsys.readouterr().out.startswith(f"return {mean:.1f} +- ")
@@ -132,12 +116,30 @@ def test_the_best_score_survives_resuming(tmp_path):
     assert run.best.read_bytes() == before
 
 
-def test_a_damaged_best_file_is_not_replaced_silently(tmp_path):
-    run = train_small(tmp_path / "run", 256, eval_every=1)
-    run.best.write_bytes(run.best.read_bytes()[:-1])
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    "The folder of a run of two updates, each of which is evaluated and kept."
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train_small(folder, 256, eval_every=1, keep=2, checkpoint_every=1)
+    return folder
+
+
+@pytest.fixture
+def copied(evaluated, tmp_path):
+    "A copy of the folder of this run, which a test may change."
+    return shutil.copytree(evaluated, tmp_path / "run")
+
+
+def go_on(path, steps=None):
+    train(resume(path, steps), progress=False, tensorboard=False)
+
+
+def test_a_damaged_best_file_is_not_replaced_silently(copied):
+    best = copied / "best.safetensors"
+    best.write_bytes(best.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="best.safetensors.*damaged"):
-        train(resume(run.folder, 512), progress=False, tensorboard=False)
-    assert load_run(run.folder).counters["steps"] == 256
+        go_on(copied, 512)
+    assert load_run(copied).counters["steps"] == 256
 
 
 def test_a_run_without_evaluations_has_no_best(tmp_path, capsys):
@@ -179,17 +181,11 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
 def test_a_run_goes_on_from_an_earlier_checkpoint(tmp_path):
     run = train_small(tmp_path / "run", keep=3, checkpoint_every=1)
     assert kept(run.folder) == [384, 512, 640]
-    train(
-        resume(run.folder / "checkpoints" / "checkpoint-000000384.safetensors"),
-        progress=False,
-        tensorboard=False,
-    )
+    go_on(run.folder / "checkpoints" / "checkpoint-000000384.safetensors")
     assert read_metrics(run.folder)["steps"].tolist() == [128, 256, 384, 512, 640]
     assert kept(run.folder) == [384, 512, 640]
-    assert [
-        load_checkpoint(p).counters["resumes"]
-        for p in kept_checkpoints(run.folder / "checkpoints").values()
-    ] == [0, 0, 0]
+    checkpoints = kept_checkpoints(run.folder / "checkpoints").values()
+    assert [load_checkpoint(path).counters["resumes"] for path in checkpoints] == [0, 0, 0]
 
 
 @pytest.mark.slow
@@ -211,51 +207,26 @@ def test_a_run_that_goes_back_stays_there_if_it_ends_before_its_first_update(tmp
     )
 
 
-def test_a_run_goes_on_from_its_best(tmp_path):
-    run = train_small(tmp_path / "run", 256, eval_every=1)
-    steps = load_run(run.best).counters["steps"]
-    more = resume(run.best, 512)
-    assert (more.folder, more.counters["steps"]) == (run.folder, steps)
+def test_a_run_goes_on_from_its_best(copied):
+    best = copied / "best.safetensors"
+    steps = load_run(best).counters["steps"]
+    more = resume(best, 512)
+    assert (more.folder, more.counters["steps"]) == (copied, steps)
     train(more, progress=False, tensorboard=False)
-    assert read_metrics(run.folder)["steps"][-1] == 512
+    assert read_metrics(copied)["steps"][-1] == 512
 
 
 @pytest.mark.slow
 def test_overwriting_removes_them_and_nothing_else(tmp_path):
+    words = ["train", "trpo", "CartPole-v1", "--steps", 128, *SMALL, "--overwrite", "--out"]
     run = train_small(tmp_path / "run", keep=2, eval_every=5)
     mine = run.folder / "checkpoints" / "checkpoint-of-mine.safetensors"
     mine.write_text("mine")
-    assert (
-        rollpipe(
-            "train",
-            "trpo",
-            "CartPole-v1",
-            "--steps",
-            128,
-            "--out",
-            run.folder,
-            *SMALL,
-            "--overwrite",
-        )
-        == 0
-    )
+    assert rollpipe(*words, run.folder) == 0
     assert kept(run.folder) == [] and mine.read_text() == "mine" and not run.best.exists()
     mine.unlink()
     train_small(tmp_path / "other", 128, keep=1)
-    assert (
-        rollpipe(
-            "train",
-            "trpo",
-            "CartPole-v1",
-            "--steps",
-            128,
-            "--out",
-            tmp_path / "other",
-            *SMALL,
-            "--overwrite",
-        )
-        == 0
-    )
+    assert rollpipe(*words, tmp_path / "other") == 0
     assert not (tmp_path / "other" / "checkpoints").exists()
 
 
@@ -268,10 +239,8 @@ def test_what_is_left_of_a_run_is_not_taken_over(tmp_path):
         start(run.folder, small())
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
-    run = train_small(tmp_path / "run", keep=2, checkpoint_every=1)
-    before = {p.name: p.read_bytes() for p in kept_checkpoints(run.folder / "checkpoints").values()}
-    more = resume(run.folder, 1280)
+def test_a_full_disk_leaves_the_earlier_checkpoints(copied, monkeypatch):
+    before = {p.name: p.read_bytes() for p in (copied / "checkpoints").iterdir()}
     real = os.fsync
 
     def fsync(number):
@@ -280,12 +249,11 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
         real(number)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(
-        OSError, match="No space left on device: .*checkpoints/checkpoint-000000768.safetensors"
-    ):
-        train(more, progress=False, tensorboard=False)
-    assert {p.name: p.read_bytes() for p in (run.folder / "checkpoints").iterdir()} == before
-    assert restore(load_run(run.folder)) and not (run.folder / "lock").exists()
+    told = "No space left on device: .*checkpoints/checkpoint-000000384.safetensors"
+    with pytest.raises(OSError, match=told):
+        go_on(copied, 1280)
+    assert {p.name: p.read_bytes() for p in (copied / "checkpoints").iterdir()} == before
+    assert restore(load_run(copied)) and not (copied / "lock").exists()
 
 
 @pytest.mark.parametrize("n", [-1, -5])

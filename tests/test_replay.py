@@ -7,12 +7,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import fragments
 from reference import assert_same, snapshot
-from toys import WORLDS, Constant, Counting, Lively, Memory, Plain, Shaky
+from toys import WORLDS, Counting, Lively, Memory, Plain, Shaky
 
 from rollpipe.pipes import (
     DataError,
@@ -21,8 +20,6 @@ from rollpipe.pipes import (
     Fragment,
     FragmentCollector,
     FragmentStacker,
-    FrameStack,
-    GraphError,
     Lanes,
     ObservationCast,
     Pipe,
@@ -34,7 +31,7 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.data.fragment_ops import columns, join
-from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
+from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.replay.layout import FragmentLayout, Ring, SideTable, unbatched
 from rollpipe.pipes.replay.memory import SumTree
@@ -291,18 +288,6 @@ def test_advantages_are_kept_if_there_are_any():
     assert torch.equal(
         sample.fragment.adv[0], (sample.index % 4 * 2 + sample.index // 4).float()
     ) and sample.fragment.ret.shape == (1, 50)
-
-
-def test_the_capacity_is_exact_and_the_oldest_go_first():
-    memory = ReplayMemory(21, seed=0)
-    for k, f in enumerate(collected(), 1):
-        memory.add(f)
-        assert len(memory) == min(21, 8 * k)
-    assert set(memory.sample(2000).index.tolist()) == set(range(96 - 21, 96))
-    memory = ReplayMemory(8)
-    for f in collected()[:3]:
-        memory.add(f)
-    assert len(memory) == 8
 
 
 def test_an_observation_is_stored_once():
@@ -583,16 +568,6 @@ def test_samples_are_drawn_when_they_are_asked_for():
     assert next(item.samples).index.tolist() == [3] * 5 and len(index) == 5
 
 
-def test_each_iteration_begins_anew_and_the_seed_fixes_it():
-    pipe = replayed(Counting, Plain(), **options())
-    run = lambda pipe: [snapshot((x.fresh, list(x.samples))) for x in islice(pipe, 4)]
-    first = run(pipe)
-    assert_same(first, run(pipe))
-    with DataLoader2(pipe) as loader:
-        assert_same(first, run(loader))
-    assert [len(x) for _, x in first] == [0, 3, 3, 3]
-
-
 class Drawn(Pipe):
     "The fragments of the samples."
 
@@ -647,33 +622,10 @@ def test_sizes_may_be_integers_of_numpy():
 
 @pytest.mark.parametrize(
     "kwargs, text",
-    [
-        (dict(capacity=0), "capacity >= 1"),
-        (dict(capacity=1.5), "capacity >= 1"),
-        (dict(length=0), "length >= 1"),
-        (dict(length=101), "capacity >= length=101"),
-        (dict(alpha=-1), "0 <= alpha <= 1"),
-        (dict(beta=2), "0 <= beta <= 1"),
-    ],
+    [(dict(length=101), "capacity >= length=101"), (dict(warmup=101), "warmup <= capacity=100")],
 )
-def test_options_out_of_range(kwargs, text):
-    with pytest.raises(DataError, match=f"ReplayMemory.*{text}"):
-        ReplayMemory(**{"capacity": 100, **kwargs})
-    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
-    with pytest.raises(DataError, match=text):
-        Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
-
-
-@pytest.mark.parametrize(
-    "kwargs, text",
-    [
-        (dict(batch_size=0), "batch_size >= 1"),
-        (dict(n_batches=-1), "n_batches >= 0"),
-        (dict(warmup=-1), "warmup >= 0"),
-        (dict(warmup=101), "warmup <= capacity=100"),
-    ],
-)
-def test_options_of_the_pipe_out_of_range(kwargs, text):
+def test_options_that_do_not_fit_the_capacity(kwargs, text):
+    "What is no size or no fraction is refused as in other pipes."
     pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
     with pytest.raises(DataError, match=f"Replay.*{text}"):
         Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
@@ -687,14 +639,10 @@ def test_what_does_not_fit():
     with pytest.raises(DataError, match="Fragment.*Tick|wanted here"):
         memory.add("fragment")
     memory.add(f)
-    with pytest.raises(DataError, match=r"ReplayMemory, leaf fragment\.state\.obs: wrong dtype"):
-        memory.add(f._replace(state=f.state._replace(obs=f.state.obs.double())))
-    with pytest.raises(DataError, match=r"leaf fragment\.actor\['obs'\]: wrong shape"):
+    with pytest.raises(DataError, match=r"ReplayMemory, leaf fragment\.actor\['obs'\]: wrong sh"):
         memory.add(f._replace(actor={**f.actor, "obs": f.actor["obs"][..., :2]}))
     with pytest.raises(DataError, match=r"missing fragment\.env\['parts'\]\['half'\]"):
         memory.add(f._replace(env={**f.env, "parts": {"at": f.env["parts"]["at"]}}))
-    with pytest.raises(DataError, match="at most 7 steps.*8"):
-        ReplayMemory(7).add(f)
     with pytest.raises(DataError, match="n >= 1"):
         memory.sample(0)
     assert len(memory) == 8 and len(memory.sample(3).index) == 3
@@ -706,42 +654,20 @@ def test_a_recurrent_state_must_be_known():
         ReplayMemory(100, length=3).add(f)
 
 
-class Pixels(Counting):
-    observation_space = Box(0, 255, (2, 2), np.uint8)
-
-    def look(self):
-        return np.full((2, 2), self.count, np.uint8)
-
-
-def test_stacks_are_refused():
-    pipe = FrameStack(FragmentCollector(EnvStepper(Pixels, Constant(0), 1, seed=0), 4), 3)
-    with pytest.raises(DataError, match="stacks of frames"):
-        ReplayMemory(100).add(next(iter(pipe)))
-
-
 def test_priorities_that_are_none():
-    f = collected()[0]
     with pytest.raises(DataError, match="prioritized=True"):
         ReplayMemory(100).prioritize([0], [1.0])
     memory = ReplayMemory(100, prioritized=True)
     with pytest.raises(DataError, match="index < 0"):
         memory.prioritize([0], [1.0])
-    memory.add(f)
-    for errors in ([-1.0], [float("nan")], [float("inf")], [1.0, 2.0]):
+    memory.add(collected()[0])
+    for errors in ([float("nan")], [float("inf")], [1.0, 2.0]):
         with pytest.raises(DataError, match="not absolute TD errors"):
             memory.prioritize([0], errors)
-    for index in ([-1], [8]):
-        with pytest.raises(DataError, match="index < 8"):
+    for index in ([-1], [8], torch.zeros(1)):
+        with pytest.raises(DataError, match="integers 0 <= index < 8"):
             memory.prioritize(index, [1.0])
-    with pytest.raises(DataError, match="integers 0 <= index < 8, got float32"):
-        memory.prioritize(torch.zeros(1), [1.0])
     memory.prioritize([0], torch.ones(1, dtype=torch.bfloat16))
-
-
-def test_above_lanes():
-    pipe = Replay(FragmentCollector(EnvStepper(Counting, Plain()), 4), 100, warmup=0)
-    with pytest.raises(GraphError, match="`Lanes` above `Replay`"):
-        next(iter(Lanes(pipe)))
 
 
 def test_a_full_memory_is_warm_though_not_all_of_its_rows_are_steps():

@@ -191,28 +191,58 @@ def test_rich_fragments(fragment, capacity, n, prioritized):
     assert contents(first) == contents(second)
 
 
-@pytest.mark.parametrize("when", range(5))
-@pytest.mark.parametrize("with_chunks", [False, True])
-def test_infos_that_appear_late(small_chunks, tmp_path, when, with_chunks):
-    "Memory is allocated again for them, so all chunks of the ring are new."
+def with_late_infos():
+    "Fragments of which the third has an info first, and the fifth has it in another dtype; memory is allocated again for them."
     fragments = [f._replace(env={}) for f in collected("plain")[:6]]
-    more = lambda f, dtype: f._replace(
-        env=dict(late=torch.arange(f.valid.numel()).reshape(f.valid.shape).to(dtype), _late=f.valid)
-    )
-    fragments[2:4] = [more(f, torch.int32) for f in fragments[2:4]]
-    fragments[4] = more(fragments[4], torch.float64)
-    chunks = ChunkFolder(tmp_path) if with_chunks else None
-    first = ReplayMemory(30, seed=1)
-    second = ReplayMemory(30, seed=2)
-    for f in fragments[:when]:
-        first.add(f)
-        first.get_state(chunks)
-    second.set_state(first.get_state(chunks), chunks)
-    for f in fragments[when:]:
-        for memory in (first, second):
-            memory.add(f)
-        assert_same(used(first), used(second))
-    assert contents(first) == contents(second)
+    for k, dtype in ((2, torch.int32), (3, torch.int32), (4, torch.float64)):
+        valid = fragments[k].valid
+        late = torch.arange(valid.numel()).reshape(valid.shape).to(dtype)
+        fragments[k] = fragments[k]._replace(env=dict(late=late, _late=valid))
+    return fragments
+
+
+# what arrives -> the fragments
+ARRIVALS = {
+    "one lane": lambda: collected("plain")[:5],
+    "two lanes": lambda: stream("nested", (), False, 2),
+    "joined lanes with a gap": lambda: stream("memory", (2,), True, 5),
+    "late infos": with_late_infos,
+}
+# Without `zero_state`, segments begin where the recurrent state is known.
+OPTIONS = [
+    dict(zero_state=True),
+    dict(zero_state=True, prioritized=True, alpha=0.7),
+    dict(length=6, zero_state=True),
+    dict(length=4, prioritized=True),
+]
+
+
+@pytest.mark.parametrize("arrivals", ARRIVALS)
+@pytest.mark.parametrize(
+    "options, with_chunks", [*((x, False) for x in OPTIONS), (OPTIONS[3], True)], ids=str
+)
+def test_a_memory_goes_on_alike_from_its_state_at_any_item(
+    small_chunks, tmp_path, arrivals, options, with_chunks
+):
+    "Also from the state of an empty memory; the ring of 30 steps wraps around."
+    fragments = ARRIVALS[arrivals]()
+    for k in range(len(fragments) + 1):
+        chunks = ChunkFolder(tmp_path / str(k)) if with_chunks else None
+        first = ReplayMemory(30, seed=1, **options)
+        second = ReplayMemory(30, seed=2, **options)
+        for i, f in enumerate(fragments[:k]):
+            first.add(f)
+            used(first)
+            if i % 3 == 0:
+                first.get_state(chunks)  # so that the next state writes some chunks only
+        second.set_state(first.get_state(chunks), chunks)
+        assert contents(first) == contents(second), f"after item {k}"
+
+        for f in fragments[k:]:
+            for memory in (first, second):
+                memory.add(f)
+            assert_same(used(first), used(second))
+        assert contents(first) == contents(second), f"from item {k}"
 
 
 def test_only_chunks_that_changed_are_written(small_chunks, tmp_path):

@@ -4,6 +4,7 @@ import gc
 import pickle
 import sys
 import weakref
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from forked import run_forked
 from reference import assert_same
-from toys import Counting, Ledger, Lively, Memory, Noted, Plain, Shaky
+from toys import Counting, Ledger, Lively, Memory, Plain, Scripted, Shaky, at, fail
 
 from rollpipe.agents import ParallelEvaluation, evaluate
 from rollpipe.layers import Critic, GaussianPolicy
@@ -38,7 +39,6 @@ from rollpipe.pipes import (
     startup,
 )
 from rollpipe.pipes.envs.factories import Claim
-from rollpipe.pipes.envs.sources import instances_in
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.pipe import Source
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
@@ -108,8 +108,7 @@ def test_an_instance_gives_the_stream_of_its_factory_in_every_iteration(name, gi
     pipe = make(envs)
     for _ in range(1 if name == "loader" else 2):
         assert_same(few(pipe), made)
-    if name == "loader":
-        assert_same(few(make(envs)), made)
+    assert_same(few(make(envs)), made)
 
 
 def test_a_list_may_mix_what_it_holds():
@@ -431,58 +430,28 @@ def test_a_file_for_another_process(source, tmp_path):
     )
 
 
-@pytest.mark.parametrize("envs, n", [(lively, 8), (lambda: Lively(), 8), (vector, 8), (lively, 6)])
-def test_instances_are_not_repeated(envs, n):
-    with pytest.raises(
-        EnvError,
-        match=rf"cannot be copied. Expected n_envs=None \(the [13] that (is|are) given\), .*, got n_envs={n}",
-    ):
-        rollouts(envs(), Plain(), n_envs=n)
-
-
-def test_what_holds_instances():
-    one = Lively()
-    two = vector()
-    assert instances_in([one, dict(a=(two, [7, "CartPole-v1"])), Lively]) == [one, two]
-    loop = []
-    loop.append(loop)
-    assert instances_in(loop) == []
-
-
 # --- who closes
 
 
-class Failing(Counting):
-    def step(self, action):
-        if self.count == 2:
-            raise OSError("lost")
-        return super().step(action)
-
-
-class Unwilling(Noted):
-    def __init__(self):
-        raise OSError("no disk")
+BROKEN = partial(Scripted, before={"step": at(3, fail(OSError("lost")))})
+UNWILLING = partial(Scripted, before={"make": fail(OSError("no disk"))})
 
 
 def runs(source, **options):
     "An iteration that is left early, one that fails, and one that does not begin."
     next(iter(EnvStepper([source(Counting), source(Counting)], Plain(), **options)))
     with pytest.raises(EnvError, match="lost"):
-        list(islice(EnvStepper([source(Counting), source(Failing)], Plain(), **options), 9))
+        list(islice(EnvStepper([source(Counting), source(BROKEN)], Plain(), **options), 9))
     with pytest.raises(EnvError, match="no disk"):
-        next(iter(EnvStepper([source(Counting), Unwilling], Plain(), **options)))
+        next(iter(EnvStepper([source(Counting), UNWILLING], Plain(), **options)))
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_whoever_makes_an_environment_closes_it(close):
-    runs(lambda cls: cls, close=close)
-    assert len(Ledger.made) == 5 and len(Ledger.closed) == (5 if close else 0)
-
-
-@pytest.mark.parametrize("close", [True, False])
-def test_instances_stay_open_whatever_happens(close):
-    runs(lambda cls: cls(), close=close)
-    assert len(Ledger.made) == 5 and Ledger.closed == []
+@pytest.mark.parametrize("source, n_closed", [(lambda make: make, 5), (lambda make: make(), 0)])
+def test_whoever_makes_an_environment_closes_it(source, n_closed, close):
+    "Instances stay open whatever happens."
+    runs(source, close=close)
+    assert len(Ledger.made) == 5 and len(Ledger.closed) == n_closed * close
 
 
 @pytest.mark.parametrize("close", [True, False])
@@ -617,37 +586,18 @@ def test_lanes_seed_the_pipe_too():
 
 
 @pytest.mark.parametrize(
-    "items, n, match",
+    "items, match",
     [
-        (
-            [],
-            None,
-            "EnvStepper, lane 0: the pipe yields too few environments. Expected at least 1, got 0",
-        ),
-        (
-            [Counting],
-            2,
-            "EnvStepper, lane 0: the pipe yields too few environments. Expected 2, got 1",
-        ),
-        (
-            [Counting, 7],
-            None,
-            "EnvStepper, lane 0, environment 1: the pipe yields something else. .*, got 7",
-        ),
-        ([[Counting]], None, "environment 0: the pipe yields something else"),
-        ([None], None, "environment 0: the pipe yields something else"),
-        (["CartPole-v7"], None, "EnvStepper, lane 0: .*CartPole-v7"),
-        ([lambda: 7], None, "the factory returned no environment"),
-        (
-            [gym.make("CartPole-v1")] * 2,
-            None,
-            r"environment 1 \(CartPole-v1\): an environment instance can act only once",
-        ),
+        ([[Counting]], "environment 0: the pipe yields something else"),
+        ([None], "environment 0: the pipe yields something else"),
+        (["CartPole-v7"], "EnvStepper, lane 0: .*CartPole-v7"),
+        ([lambda: 7], "the factory returned no environment"),
+        ([gym.make("CartPole-v1")] * 2, r"environment 1 \(CartPole-v1\): .*can act only once"),
     ],
 )
-def test_what_a_pipe_must_not_yield(items, n, match):
+def test_what_a_pipe_must_not_yield(items, match):
     with pytest.raises(EnvError, match=match):
-        next(iter(EnvStepper(IterableWrapper(items, deepcopy=False), Plain(), n_envs=n)))
+        next(iter(EnvStepper(IterableWrapper(items, deepcopy=False), Plain())))
 
 
 def test_a_pipe_without_end_needs_a_number():

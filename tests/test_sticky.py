@@ -137,12 +137,6 @@ def test_fragments_begin_where_nobody_rests():
         next(iter(wrong))
 
 
-@pytest.mark.parametrize("sticky", [0, -1, 2.5, True, "3"])
-def test_a_period_that_is_none(sticky):
-    with pytest.raises(DataError, match="EnvStepper.*an integer sticky >= 1"):
-        EnvStepper(Counting, Plain(), sticky=sticky)
-
-
 def test_every_iteration_begins_awake():
     stepper = EnvStepper(lambda: Counting([(2, "term")]), Plain(), sticky=5)
     a, b = (list(islice(FragmentCollector(stepper, 5), 2)) for _ in range(2))

@@ -537,13 +537,14 @@ class OwnState(Scripted):
 
 
 class InTensors(TensorEnv):
-    """Single environments as one batch of tensors, with the infos that are numbers.
+    """Single environments as one batch of tensors. `infos` names those of a step that are passed on.
 
-    >>> env = InTensors([lambda: Counting(tag=0), lambda: Counting(tag=1)])
+    >>> env = InTensors([lambda: Counting(tag=0), lambda: Counting(tag=1)], infos=["count"])
     """
 
-    def __init__(self, factories):
+    def __init__(self, factories, infos=()):
         self.envs = [make() for make in factories]
+        self.infos = infos
         self.n_envs = len(self.envs)
         self.observation_space = self.envs[0].observation_space
         self.action_space = self.envs[0].action_space
@@ -557,19 +558,59 @@ class InTensors(TensorEnv):
     def step(self, act):
         actions = [nested.map(lambda x, b=b: x[b].numpy(), act) for b in range(self.n_envs)]
         answers = [env.step(action) for env, action in zip(self.envs, actions)]
-        final, rewards, terminated, truncated, _ = zip(*answers)
+        final, rewards, terminated, truncated, infos = zip(*answers)
+        final = self.stacked(final)
+        known = [name for name in self.infos if name in infos[0]]
+        info = self.stacked([{name: x[name] for name in known} for x in infos])
 
         # Environments whose episode is over begin the next one in the same step.
         over = [term or trunc for term, trunc in zip(terminated, truncated)]
-        obs = [env.reset()[0] if end else x for env, x, end in zip(self.envs, final, over)]
+        obs = [env.reset()[0] if end else x[0] for env, x, end in zip(self.envs, answers, over)]
         return (
             self.stacked(obs),
             torch.tensor(rewards, dtype=torch.float32),
             torch.tensor(terminated),
             torch.tensor(truncated),
-            self.stacked(final),
-            {},
+            final,
+            info,
         )
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+class Alone:
+    """An environment as a parallel one with one agent.
+
+    >>> agents = Agents(lambda: Alone(Counting()), 2)
+    """
+
+    possible_agents = ["one"]
+
+    def __init__(self, env):
+        self.env = env
+        self.agents = ["one"]
+
+    def observation_space(self, agent):
+        return self.env.observation_space
+
+    def action_space(self, agent):
+        return self.env.action_space
+
+    def reset(self, seed=None, options=None):
+        self.agents = ["one"]
+        obs, info = self.env.reset(seed=seed)
+        return {"one": obs}, {"one": info}
+
+    def step(self, actions):
+        answer = self.env.step(actions["one"])
+        if answer[2] or answer[3]:
+            self.agents = []
+        return tuple({"one": x} for x in answer)
+
+    def close(self):
+        self.env.close()
 
 
 class Shown(NamedTuple):

@@ -256,9 +256,13 @@ class TensorInteraction(TickSource):
                 **where,
             )
 
-    @torch.no_grad()
     def start(self) -> None:
         "Reset the environments, and learn the structure of the actor's actions and memory."
+        self._begin(self.batch.begin())
+
+    @torch.no_grad()
+    def _begin(self, obs):
+        "Begin at these observations, without an earlier action and with the initial memory."
         n = len(self.batch)
         device = self.batch.device
 
@@ -270,7 +274,6 @@ class TensorInteraction(TickSource):
                 device=device,
             )
 
-        obs = self.batch.begin()
         obs = nested.map(
             lambda x, like: x.to(like.dtype, copy=True),
             obs,
@@ -319,23 +322,25 @@ class TensorInteraction(TickSource):
         )
 
     def set_state(self, state: dict) -> None:
-        """Continue from a state that `get_state` returned, after `start`.
+        """Continue from a state that `get_state` returned, instead of `start`.
 
         Raises `EnvError` if its form is not that of the environments and the actor.
         """
-        # The state of another actor or of other environments has another form.
+        # The environments are not reset before, because a replay of their actions needs new ones.
         self.batch.set_state(state["envs"])
-        form = nested.Form(
-            (self.last, self.hx),
-            "state",
-            EnvError,
-            **self.batch.where,
-        )
-        form.check((state["last"], state["hx"]))
+        last, _ = state["last"]
+        self._check_form(self.batch.obs_like, last.obs)
+
+        # The actor answers once, so its action and memory have a form to compare with.
+        self._begin(last.obs)
+        self._check_form((self.last, self.hx), (state["last"], state["hx"]))
         self.last = state["last"]
         self.hx = state["hx"]
         self.seq = state["seq"]
         self.checked.seeded.set_state(state["noise"])
+
+    def _check_form(self, like, saved):
+        nested.Form(like, "state", EnvError, **self.batch.where).check(saved)
 
     @torch.no_grad()
     def fragment(self, n_steps: int) -> Fragment:
@@ -632,7 +637,7 @@ class TensorCollector(Acting, Seeded, Source):
                 explore=self.explore,
                 terminal_obs=self.terminal_obs,
             )
-            with nullcontext() if self.restored is None else GlobalRandomStates():
+            if self.restored is None:
                 interaction.start()
             self.keep(interaction=interaction)
             while True:

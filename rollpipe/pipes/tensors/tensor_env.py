@@ -34,7 +34,7 @@ from rollpipe.pipes.envs.actions import (
     single_spaces,
     tuple_of,
 )
-from ..envs.batch import Batch
+from ..envs.batch import Batch, played
 from ..envs.factories import Claim, close_env, env_seeds, space_spec
 from ..graph.modules import checked_device
 
@@ -483,6 +483,7 @@ class TensorBatch(Batch):
         self.claim = Claim()
         self.claim.take(env)
         self.one = None if keeper is None else keeper.begin(env)
+        self.played = played(env, self.one, keeper)
         try:
             self._learn(seed, clip_actions)
         except PipeError as e:
@@ -545,11 +546,9 @@ class TensorBatch(Batch):
 
     def begin(self) -> Any:
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
-        if self.one is not None:
-            self.one.reset(seed=self._seed)
         with self._naming(self.env_name):
             with located("reset()", EnvError):
-                obs = self.env.reset(self._seed)
+                obs = self.played.reset(seed=self._seed)
             return self._obs_form.structure.unflatten(self._obs_form.check(obs))
 
     def advance(self, actions: Any) -> TensorOutcome:
@@ -558,12 +557,10 @@ class TensorBatch(Batch):
         Args:
             actions: actions from `actions_for_env`
         """
-        if self.one is not None:
-            self.one.step(actions)
         with self._naming(self.env_name):
             self.claim.check()
             with located("step()", EnvError):
-                answer = self.env.step(actions)
+                answer = self.played.step(actions)
             values = "(obs, rew, terminated, truncated, final_obs, info)"
             obs, *one_each, final, info = tuple_of(
                 answer,
@@ -605,6 +602,7 @@ class TensorBatch(Batch):
         """
         env = self.env
         self.env = None
+        self.played = None
         self.claim.release()
         if env is not None and self.closes and not self.claim.lost:
             close_env(env, self.env_name, **self.where)
