@@ -1,6 +1,10 @@
-"The command line in this process or in one of its own, and ways to wait for what it does; used by several tests."
+"""The command line in this process or in one of its own, and ways to wait for what it does; used by several tests.
+
+A command is a line, or the beginning of one, as a shell would split it. What follows it are words, or texts of options.
+"""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +20,31 @@ SMALL = (
 )  # for learners on fragments
 
 
+QUIET = "--quiet --no-tensorboard"
+SMALL_LINE = " ".join(SMALL)
+
+
+def words_of(line="", *more):
+    "The words of a line and of what follows it: texts of options, which begin with `-`, and words."
+    words = shlex.split(str(line))
+    for part in map(str, more):
+        words += shlex.split(part) if part.startswith("-") else [part]
+    return words
+
+
+def error_of(capsys, *words):
+    "What a command says that is refused, with exit code 2, and prints nothing else."
+    capsys.readouterr()
+    assert rollpipe(*words) == 2, words
+    out, err = capsys.readouterr()
+    assert not out and "Traceback" not in err, out + err
+    return err
+
+
 def rollpipe(*words):
     "Exit code of a command; argparse raises SystemExit."
     try:
-        return main([str(w) for w in words])
+        return main(words_of(*words))
     except SystemExit as e:
         return e.code
 
@@ -31,13 +56,15 @@ def settings():
 
 def process(*words, env=(), **kwargs):
     "Start a command in a process of its own, with these environment variables besides those that are set."
-    return Forked(["-m", "rollpipe", *words], {**os.environ, **settings(), **dict(env)}, **kwargs)
+    return Forked(
+        ["-m", "rollpipe", *words_of(*words)], {**os.environ, **settings(), **dict(env)}, **kwargs
+    )
 
 
 def python(*words, **kwargs):
     "Start a command with an interpreter of its own, for tests that look at its start or its end."
     return subprocess.Popen(
-        [sys.executable, "-m", "rollpipe", *map(str, words)],
+        [sys.executable, "-m", "rollpipe", *words_of(*words)],
         env={**os.environ, **settings()},
         text=True,
         stdout=subprocess.PIPE,
@@ -49,7 +76,7 @@ def python(*words, **kwargs):
 def run_command(folder, *words):
     "Run a command to its end in the current folder `folder`, which is not on its search path."
     return run_forked(
-        ["-m", "rollpipe", *words],
+        ["-m", "rollpipe", *words_of(*words)],
         {**os.environ, **settings()},
         folder,
         timeout=300,
@@ -65,7 +92,7 @@ def script(folder, *words):
     code = "import sys; sys.path.remove(''); from rollpipe.cli.main import main; sys.exit(main())"
     package = str(Path(__file__).resolve().parents[1])
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
+        [sys.executable, "-c", code, *words_of(*words)],
         cwd=folder,
         text=True,
         capture_output=True,

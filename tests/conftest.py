@@ -179,6 +179,14 @@ def functions_of_onnx():
         yield
 
 
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory):
+    "Small runs that are trained once in a session: `gallery.copy(name, folder)`."
+    from gallery import Gallery, home_of  # with the trainings, which few tests need
+
+    return Gallery(home_of(tmp_path_factory))
+
+
 @pytest.fixture
 def packages(monkeypatch):
     "Processes that the test starts find the packages that this one finds."

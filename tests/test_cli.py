@@ -18,28 +18,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
+from command_line import (
+    QUIET,
+    SMALL_LINE,
+    error_of,
+    lines,
+    process,
+    python,
+    rollpipe,
+    run_command,
+    wait_for,
+)
 from forked import Forked
+from gallery import quietly, refused
 from recordings import recorded
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
-from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.pipes.recording.recorder import ItemFolder
 from rollpipe.runs import commands
 from rollpipe.runs.commands import TYPED_OPTIONS, config_from
-from rollpipe.runs.folder import discard, load_run, restore, resume, start
+from rollpipe.runs.folder import load_run, restore, resume, start
 from rollpipe.runs.locks import lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.pack import load_agent
-from rollpipe.runs.training import train
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.traces.history import config_at
+
+SMALL_TRPO = f"train trpo CartPole-v1 {SMALL_LINE}"
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,11 +65,8 @@ def task_of(algorithm):
     )
 
 
-def small_run(folder, *more):
-    assert (
-        rollpipe("train", "trpo", "CartPole-v1", "--steps", 384, "--out", folder, *SMALL, *more)
-        == 0
-    )
+def small_run(folder, more=""):
+    assert rollpipe(f"{SMALL_TRPO} --steps 384 --out {folder} {more}") == 0
     return folder
 
 
@@ -75,195 +84,127 @@ def run(trained, tmp_path):
 # -- train, resume -----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_leaves(tmp_path, capsys):
-    run = small_run(tmp_path / "run")
-    assert str(run) in capsys.readouterr().out
-    assert {p.name for p in run.iterdir()} == {
-        "checkpoint.safetensors",
-        "config.json",
-        "costs.json",
-        "fingerprint.json",
-        "history.jsonl",
-        "journal.jsonl",
-        "metrics.csv",
-        "metrics.jsonl",
+def test_what_a_run_leaves(run):
+    files = {path.name for path in run.iterdir()}
+    logs = {"metrics.csv", "metrics.jsonl", "history.jsonl", "journal.jsonl"}
+    assert files == {
+        *("checkpoint.safetensors", "config.json", "costs.json", "fingerprint.json"),
+        *logs,
     }
     metrics = read_metrics(run)
     assert metrics["steps"].tolist() == [128, 256, 384] and set(metrics) <= set(METRICS)
-    assert {
-        "kl",
-        "accepted",
-        "entropy",
-        "explained_variance",
-        "seconds_policy",
-        "seconds_collect",
-    } <= set(metrics)
     assert metrics["lag"].tolist() == [0, 0, 0]
+    some = "kl accepted entropy explained_variance seconds_policy seconds_collect"
+    assert {*some.split()} <= set(metrics)
     config = json.loads((run / "config.json").read_text())
-    assert (config["options"]["hidden"], config["options"]["gamma"], config["seed"]) == (
-        [8],
-        0.99,
-        0,
-    )
+    options = config["options"]
+    assert (options["hidden"], options["gamma"], config["seed"]) == ([8], 0.99, 0)
     assert load_checkpoint(run / "checkpoint.safetensors").config == config
 
 
-def test_same_seed_same_run(trained, tmp_path):
-    runs = trained, small_run(tmp_path / "b"), small_run(tmp_path / "c", "--seed", 1)
-    a, b, c = (load_checkpoint(run / "checkpoint.safetensors").agent_state["actor"] for run in runs)
-    assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
-
-
 def test_options_reach_their_parts():
-    typed = dict(
-        max_kl=0.02,
-        n_steps=16,
-        lanes=2,
-        gamma=0.9,
-        hidden=(8, 4),
-        critic_hidden=(2,),
-        normalize=False,
-    )
+    typed = dict(max_kl=0.02, n_steps=16, lanes=2, hidden=(8, 4), normalize=False)
     agent, pipe = build(make_config("trpo", "CartPole-v1", typed))
-    assert (
-        agent.max_kl == 0.02 and agent.actor.obs_norm is None and agent.critic.obs_norm is not None
-    )
+    assert agent.max_kl == 0.02
+    assert agent.actor.obs_norm is None and agent.critic.obs_norm is not None
     assert sorted(p.shape[0] for p in agent.actor.trunk.parameters() if p.ndim == 2) == [4, 8]
     fragment = next(iter(pipe))
     assert fragment.adv.shape == (16, 16) and fragment.lane.unique().tolist() == [0, 1]
 
 
 def test_activations_are_chosen_and_stored_by_name(tmp_path):
-    run = small_run(tmp_path / "run", "--activation", "relu", "--critic-activation", "silu")
+    def activations(config):
+        agent, _ = build(config)
+        return [type(net.activation).__name__ for net in (agent.actor.trunk, agent.critic.net)]
+
+    run = small_run(tmp_path / "run", "--activation relu --critic-activation silu")
     options = json.loads((run / "config.json").read_text())["options"]
     assert (options["activation"], options["critic_activation"]) == ("relu", "silu")
-    found = load_run(run)
-    agent, _ = build(found.config)
-    assert isinstance(agent.actor.trunk.activation, torch.nn.ReLU) and isinstance(
-        agent.critic.net.activation, torch.nn.SiLU
-    )
-    assert rollpipe("evaluate", run, "--episodes", 1) == 0
-    options = {
-        name: x for name, x in found.config["options"].items() if not name.endswith("activation")
-    }
-    agent, _ = build({**found.config, "options": options})  # as in runs from before this option
-    assert all(
-        isinstance(net.activation, torch.nn.Tanh) for net in (agent.actor.trunk, agent.critic.net)
-    )
+    config = load_run(run).config
+    assert activations(config) == ["ReLU", "SiLU"]
+    assert rollpipe(f"evaluate {run} --episodes 1") == 0
+
+    # As in runs from before this option
+    options = {name: x for name, x in config["options"].items() if not name.endswith("activation")}
+    assert activations({**config, "options": options}) == ["Tanh", "Tanh"]
 
 
 def test_env_kwargs(tmp_path):
-    kwargs = ["--env-kwargs", "map_name=8x8", "is_slippery=False"]
-    assert (
-        rollpipe(
-            "train",
-            "trpo",
-            "FrozenLake-v1",
-            *kwargs,
-            "--steps",
-            64,
-            "--out",
-            tmp_path / "a",
-            *SMALL,
-        )
-        == 0
-    )
+    kwargs = "--env-kwargs map_name=8x8 is_slippery=False"
+    words = f"train trpo FrozenLake-v1 {kwargs} --steps 64 {SMALL_LINE} --out"
+    assert rollpipe(words, tmp_path / "a") == 0
     found = load_run(tmp_path / "a")
     assert found.config["env_kwargs"] == dict(map_name="8x8", is_slippery=False)
-    assert (8, 64) in [
-        tuple(x.shape) for x in found.agent_state["actor"].values()
-    ]  # one input for each of 64 fields
-    assert rollpipe("evaluate", tmp_path / "a", "--episodes", 2) == 0
+    shapes = [tuple(x.shape) for x in found.agent_state["actor"].values()]
+    assert (8, 64) in shapes  # one input for each of 64 fields
+    assert rollpipe(f"evaluate {tmp_path}/a --episodes 2") == 0
 
 
-def test_resume_continues_counters_curve_and_weights(run):
-    before = load_run(run)
+def test_a_resume_changes_what_holds_and_not_what_was_asked_for(run):
     more = resume(run, steps=640)
-    state = more.agent.state_dict()
-    assert all(torch.equal(state["actor"][k], v) for k, v in before.agent_state["actor"].items())
-    assert (
-        more.counters["steps"] == 384 and more.counters["resumes"] == 0
-    )  # it goes on exactly, so nobody can tell
-    train(more, progress=False, tensorboard=False)
+    assert more.counters["resumes"] == 0  # it goes on exactly, so nobody can tell
+    quietly(more)
     metrics = read_metrics(run)
-    assert metrics["steps"].tolist() == [128, 256, 384, 512, 640] and metrics[
-        "updates"
-    ].tolist() == [1, 2, 3, 4, 5]
     assert (np.diff(metrics["episodes"]) >= 0).all() and (np.diff(metrics["seconds"]) > 0).all()
     assert metrics["lag"].tolist() == [0] * 5
     assert config_at(run, math.inf)["steps"] == 640
-    assert json.loads((run / "config.json").read_text())["steps"] == 384  # as it was asked for
+    assert json.loads((run / "config.json").read_text())["steps"] == 384
 
 
 def test_a_resumed_run_sees_fresh_episodes(run):
     config = load_run(run).config
-    (_, first) = build(config)
-    (_, second) = build(config, resumes=1)
-    (_, again) = build(config, resumes=1)
-    a, b, c = (next(iter(pipe)).state.obs for pipe in (first, second, again))
+    a, b, c = (next(iter(build(config, resumes=n)[1])).state.obs for n in (0, 1, 1))
     assert not torch.equal(a, b) and torch.equal(b, c)
 
 
 def test_records_after_the_last_checkpoint_are_made_again(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"steps": 512, "updates": 4}\n{"steps": 640, "upd')
-    assert rollpipe("train", "--resume", run, "--steps", 512, "--quiet", "--no-tensorboard") == 0
+    assert rollpipe(f"train --resume {run} --steps 512 {QUIET}") == 0
     assert read_metrics(run)["steps"].tolist() == [128, 256, 384, 512]
 
 
 def test_overwrite_removes_only_the_run(run, capsys):
     (run / "notes.txt").write_text("mine")
-    words = ["train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL]
-    assert rollpipe(*words) == 2
-    assert "has a run already" in capsys.readouterr().err and len(read_metrics(run)["steps"]) == 3
-    assert rollpipe(*words, "--overwrite") == 0
+    words = f"{SMALL_TRPO} --steps 128 --out {run}"
+    assert "has a run already" in error_of(capsys, words) and len(read_metrics(run)["steps"]) == 3
+    assert rollpipe(f"{words} --overwrite") == 0
     assert len(read_metrics(run)["steps"]) == 1 and (run / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("more", [[], ["--continue"]])
+@pytest.mark.parametrize("more", ["", "--continue"])
 def test_a_run_that_another_process_made_meanwhile_stays(more, tmp_path, capsys, monkeypatch):
     from rollpipe.runs import folder
 
     build = folder.build
-    words = ["train", "trpo", "CartPole-v1", "--out", tmp_path / "run", *SMALL, "--steps", 128]
+    run = tmp_path / "run"
+    words = f"{SMALL_TRPO} --steps 128 --out {run}"
 
     def late(*args):
         monkeypatch.setattr(folder, "build", build)
-        assert rollpipe(*words, "--seed", 1) == 0
+        assert rollpipe(f"{words} --seed 1") == 0
         return build(*args)
 
     monkeypatch.setattr(folder, "build", late)
-    assert rollpipe(*words, "--seed", 0, *more) == 2
-    assert (
-        "has a run already" in capsys.readouterr().err
-        and load_run(tmp_path / "run").config["seed"] == 1
-    )
-    assert (
-        not (tmp_path / "run" / "lock").exists()
-        and rollpipe(*words, "--seed", 1, "--continue") == 0
-    )
+    assert rollpipe(f"{words} --seed 0 {more}") == 2
+    assert "has a run already" in capsys.readouterr().err
+    assert load_run(run).config["seed"] == 1 and not (run / "lock").exists()
+    assert rollpipe(f"{words} --seed 1 --continue") == 0
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["demo"],
-        ["train", "ppo", "CartPole-v1"],
-        ["train", "ppo", "CartPole-v1", "--overwrite"],
-        ["train", "ppo", "CartPole-v1", "--continue"],
-    ],
+    "words", ["demo", *(f"train ppo CartPole-v1{x}" for x in ("", " --overwrite", " --continue"))]
 )
 @pytest.mark.parametrize("config", ["{}", "[1]", "{"])
 def test_files_that_belong_to_no_run_stay(config, words, tmp_path, capsys):
     (tmp_path / "videos").mkdir()
-    mine = {"config.json": config, "metrics.csv": "mine", "videos/holiday.mp4": "film"}
-    for name, text in mine.items():
+    files = {"config.json": config, "metrics.csv": "mine", "videos/holiday.mp4": "film"}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert rollpipe(*words, "--steps", 64, "--out", tmp_path, "--quiet", "--no-tensorboard") == 2
-    assert "got config.json, metrics.csv, videos" in capsys.readouterr().err
-    assert {
-        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")
-    } == mine
+    err = error_of(capsys, f"{words} --steps 64 --out {tmp_path} {QUIET}")
+    assert "got config.json, metrics.csv, videos" in err
+    after = {str(x.relative_to(tmp_path)): x.read_text() for x in tmp_path.rglob("*.*")}
+    assert after == files
 
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "config.json"])
@@ -271,18 +212,7 @@ def test_what_is_left_of_a_run_can_be_replaced(name, run):
     for path in [*run.iterdir()]:
         if path.name not in (name, "metrics.csv"):
             path.unlink()
-    assert (
-        rollpipe(
-            "train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL, "--overwrite"
-        )
-        == 0
-    )
-
-
-def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
-    run = start(tmp_path / "a" / "b", make_config("trpo", "CartPole-v1"))
-    discard(run)
-    assert list((tmp_path / "a").iterdir()) == []
+    assert rollpipe(f"{SMALL_TRPO} --steps 128 --out {run} --overwrite") == 0
 
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
@@ -303,56 +233,42 @@ TINY = dict(
 def tiny(algorithm, folder, checkpoint_every=2):
     "The configuration of a very short run, with those options of `TINY` that the algorithm has, and with data if it needs them."
     has = {o.name for o in options_for(algorithm)}
-    options = {k: v for k, v in TINY.items() if k in has}
+    env = task_of(algorithm)
+    options = {name: x for name, x in TINY.items() if name in has}
     if "data" in has:
-        options |= dict(data=str(recorded(folder / "data", task_of(algorithm))), batch_size=64)
-    return make_config(
-        algorithm, task_of(algorithm), options, steps=256, checkpoint_every=checkpoint_every
-    )
+        options |= dict(data=str(recorded(folder / "data", env)), batch_size=64)
+    return make_config(algorithm, env, options, steps=256, checkpoint_every=checkpoint_every)
 
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, capsys):
-    words = ["--preset", "none"]
-    words += [
-        w
-        for k, v in tiny(algorithm, tmp_path)["options"].items()
-        if k in (*TINY, "data")
-        for w in (f"--{k.replace('_', '-')}", ",".join(map(str, v)) if isinstance(v, list) else v)
-    ]
-    words += ["--steps", 256]
-    assert (
-        rollpipe(
-            "train",
-            algorithm,
-            task_of(algorithm),
-            *words,
-            "--out",
-            tmp_path / "a",
-            "--quiet",
-            "--no-tensorboard",
-        )
-        == 0
-    )
-    metrics = read_metrics(tmp_path / "a")
-    found = load_run(tmp_path / "a")
-    assert set(metrics) <= set(METRICS) and metrics["steps"].tolist() == [
-        64 * i for i in range(1, 5)
-    ]
-    assert (metrics["lag"] == 0).all() and found.counters["steps"] == 256
-    wanted = tiny(algorithm, tmp_path, checkpoint_every=20)
-    if "engine" in wanted["options"]:  # the one that 'auto' was
+    "The options are typed, and give what they give in Python."
+    run = tmp_path / "a"
+    expected = tiny(algorithm, tmp_path, checkpoint_every=20)
+    typed = ""
+    for name in expected["options"].keys() & {*TINY, "data"}:
+        value = expected["options"][name]
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        typed += f" --{name.replace('_', '-')} {text}"
+    words = f"train {algorithm} {task_of(algorithm)} --preset none --steps 256 --out {run}"
+    assert rollpipe(words + typed, QUIET) == 0
+    metrics = read_metrics(run)
+    found = load_run(run)
+    assert set(metrics) <= set(METRICS) and (metrics["lag"] == 0).all()
+    assert metrics["steps"].tolist() == [64, 128, 192, 256] and found.counters["steps"] == 256
+
+    # The configuration has the engine that 'auto' was.
+    if "engine" in expected["options"]:
         has_onnx = find_spec("onnxruntime") and find_spec("onnx")
-        wanted = wanted.having(engine="onnxruntime" if has_onnx else "torch")
-    assert found.config.having(origins={}) == wanted.having(origins={})
+        expected = expected.having(engine="onnxruntime" if has_onnx else "torch")
+    assert found.config.having(origins={}) == expected.having(origins={})
     assert first_difference(restore(found)[0].state_dict(), found.agent_state) is None
-    assert (
-        rollpipe("train", "--resume", tmp_path / "a", "--steps", 384, "--quiet", "--no-tensorboard")
-        == 0
-    )
-    assert read_metrics(tmp_path / "a")["steps"].tolist() == [64 * i for i in range(1, 7)]
-    assert rollpipe("evaluate", tmp_path / "a", "--episodes", 2, "--seed", 0) == 0
+
+    # It goes on, and plays.
+    assert rollpipe(f"train --resume {run} --steps 384 {QUIET}") == 0
+    assert read_metrics(run)["steps"].tolist() == [64, 128, 192, 256, 320, 384]
+    assert rollpipe(f"evaluate {run} --episodes 2 --seed 0") == 0
     assert "mean, standard error of 2 episodes" in capsys.readouterr().out
 
 
@@ -361,39 +277,21 @@ def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, 
 
 def test_evaluate(run, capsys, tmp_path):
     capsys.readouterr()
-    assert rollpipe("evaluate", run, "--episodes", 3, "--seed", 1) == 0
+    assert rollpipe(f"evaluate {run} --episodes 3 --seed 1") == 0
     first = capsys.readouterr().out
     assert re.match(r"return [\d.]+ \+- [\d.]+ \(mean, standard error of 3 episodes; min", first)
-    assert rollpipe("evaluate", run / "checkpoint.safetensors", "--episodes", 3, "--seed", 1) == 0
+    assert rollpipe(f"evaluate {run}/checkpoint.safetensors --episodes 3 --seed 1") == 0
     assert capsys.readouterr().out == first
-    assert (
-        rollpipe("evaluate", run, "--episodes", 1, "--sample", "--record", tmp_path / "film.gif")
-        == 0
-    )
-    assert (tmp_path / "film.gif").read_bytes()[:3] == b"GIF"
+    film = tmp_path / "film.gif"
+    assert rollpipe(f"evaluate {run} --episodes 1 --sample --record {film}") == 0
+    assert film.read_bytes()[:3] == b"GIF"
 
 
 def test_plot(run, tmp_path, capsys):
-    other = small_run(tmp_path / "other", "--seed", 1)
-    assert rollpipe("plot", run, "--y", "entropy") == 0 and (run / "curve-entropy.png").is_file()
-    assert (
-        rollpipe(
-            "plot",
-            run,
-            other,
-            "--out",
-            tmp_path / "two.svg",
-            "--y",
-            "kl",
-            "--band",
-            "std",
-            "--window",
-            2,
-        )
-        == 0
-    )
-    assert "<svg" in (tmp_path / "two.svg").read_text()
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "two.svg")
+    picture = tmp_path / "two.svg"
+    assert rollpipe(f"plot {run} {run} --out {picture} --y kl --band std --window 2") == 0
+    assert "<svg" in picture.read_text()
+    assert capsys.readouterr().out.splitlines()[-1] == str(picture)
 
 
 @pytest.mark.slow
@@ -401,170 +299,120 @@ def test_the_commands_for_a_folder_that_begins_with_a_dash_can_be_typed(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    words = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 16 --hidden 4 --no-tensorboard".split()
-    main([*words, "--out=-dash"])
-    main([*words, "--seeds", "0-1", "--out=-more", "--quiet"])
+    words = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 16 --hidden 4 --no-tensorboard"
+    rollpipe(f"{words} --out=-dash")
+    rollpipe(f"{words} --seeds 0-1 --out=-more --quiet")
     found = re.findall(r"rollpipe ((?:evaluate|plot) .*)", capsys.readouterr().out)
     assert found == ["evaluate ./-dash", "plot ./-more-s0 ./-more-s1"]
-    for line in found:
-        assert main(shlex.split(line)) == 0
     Path("spec.toml").write_text(
         '[[row]]\nalgorithm = "ppo"\nenv = "Pendulum-v1"\nsteps = 64\nseeds = [0]\nepisodes = 1\n'
         "final_episodes = 1\noptions = { n_envs = 2, n_steps = 16, hidden = [4], log_std = -1e-5 }"
     )
-    assert main(["bench", "spec.toml", "--dir", "./-bench", "--quiet"]) == 0
+    for line in (*found, "bench spec.toml --dir ./-bench --quiet"):
+        assert rollpipe(line) == 0
     (report,) = re.findall(r"rollpipe (report .*)", capsys.readouterr().out)
-    assert main(shlex.split(report)) == 0
+    assert rollpipe(report) == 0
 
 
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = os.fsdecode(b"run\xff")
-    assert main(["train", "ppo", "CartPole-v1", "--steps", "64", "--out", name, "--quiet"]) == 2
-    assert (
-        f"the name of a folder is not UTF-8. Expected another name, got '{tmp_path}/run\\udcff'"
-        in capsys.readouterr().err
-    )
+    told = f"the name of a folder is not UTF-8. Expected another name, got '{tmp_path}/run\\udcff'"
+    assert told in error_of(capsys, "train ppo CartPole-v1 --steps 64 --quiet --out", name)
+
+
+def full_disk(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("rollpipe.runs.locks.print", full, raising=False)
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"):
-        lock(tmp_path)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("rollpipe.runs.locks.print", full_disk, raising=False)
+        refused(f"No space left on device: '{tmp_path}/lock'", lock, tmp_path, error=OSError)
     lock(tmp_path), unlock(tmp_path)
 
 
-def test_a_link_in_the_folder_of_a_run_leads_nowhere(run, tmp_path):
+def test_a_link_in_the_folder_of_a_run_leads_nowhere(run, gallery, tmp_path, capsys):
     "The folder may come from a stranger. A link to the whole folder is the user's own."
     mine = tmp_path / "mine"
-    other = small_run(tmp_path / "other", "--keep", "3", "--checkpoint-every", "1")
     mine.write_text("years of work")
     (tmp_path / "link").symlink_to(run)
     lock(tmp_path / "link"), unlock(tmp_path / "link")
+
+    # A lock that is no plain file
+    path = run / "lock"
     for plant in (
-        (lambda path: path.symlink_to(mine)),
-        os.mkfifo,
-        (lambda path: path.symlink_to(tmp_path / "nothing")),
+        lambda: path.symlink_to(mine),
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to(tmp_path / "nothing"),
     ):
-        plant(run / "lock")
-        with pytest.raises(
-            DataError, match=f"{run}/lock is no lock. Expected a plain file, or none"
-        ):
-            lock(run)
+        plant()
+        refused(f"{path} is no lock. Expected a plain file, or none", lock, run)
         assert owner_of(run) == ""  # at once
-        (run / "lock").unlink()
+        path.unlink()
     assert mine.read_text() == "years of work" and not (tmp_path / "nothing").exists()
+
+    # A folder of the run that is a link
+    kept = gallery.copy("dqn", tmp_path / "other") / "checkpoints"
+    n_kept = len([*kept.iterdir()])
     for name in ("checkpoints", "replay", "recording"):
-        (run / name).symlink_to(other / "checkpoints")
-        with pytest.raises(DataError, match=f"{run}/{name} is a link. Expected a folder"):
-            resume(run, 10**6)
-        assert (
-            main(
-                [
-                    "train",
-                    "ppo",
-                    "CartPole-v1",
-                    "--out",
-                    str(run),
-                    "--overwrite",
-                    "--quiet",
-                    "--steps",
-                    "64",
-                ]
-            )
-            == 2
-        )
+        (run / name).symlink_to(kept)
+        refused(f"{run}/{name} is a link. Expected a folder", resume, run, 10**6)
+        error_of(capsys, f"train ppo CartPole-v1 --out {run} --overwrite --quiet --steps 64")
         (run / name).unlink()
-    assert len([*(other / "checkpoints").iterdir()]) == 3
+    assert len([*kept.iterdir()]) == n_kept > 3
     (run / "recording").mkdir()
     (run / "recording" / ".lock").symlink_to(mine)
-    with pytest.raises(OSError, match=".lock"):
-        ItemFolder(run / "recording")
+    refused(".lock", ItemFolder, run / "recording", error=OSError)
     assert mine.read_text() == "years of work"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "words, file",
     [
-        "plot RUN",
-        "plot RUN --out PICTURE.svg",
-        "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg",
+        ("plot {run}", "{run}/curve.png"),
+        ("plot {run} --out {file}", "picture.svg"),
+        ("profile ppo CartPole-v1 --seconds 0.1 --svg {file}", "picture.svg"),
     ],
 )
-def test_a_picture_on_a_full_disk(words, run, tmp_path, monkeypatch, capsys):
-    def full(fd):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_picture_on_a_full_disk(words, file, run, tmp_path, monkeypatch, capsys):
     before = {*run.iterdir(), *tmp_path.iterdir()}
-    monkeypatch.setattr(os, "fsync", full)
-    assert (
-        main(
-            [
-                str(run) if x == "RUN" else x.replace("PICTURE", str(tmp_path / "picture"))
-                for x in words.split()
-            ]
-        )
-        == 2
-    )
+    file = tmp_path / file.format(run=run)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert rollpipe(words.format(run=run, file=file)) == 2
     err = capsys.readouterr().err
-    assert (
-        "No space left on device" in err
-        and (f"{tmp_path}/picture.svg" if "PICTURE" in words else f"{run}/curve.png") in err
-    )
+    assert "No space left on device" in err and str(file) in err
     assert {*run.iterdir(), *tmp_path.iterdir()} == before
 
 
 def test_another_curve_is_another_picture(run, capsys):
-    for words, name in (
-        ((), "curve.png"),
-        (("--y", "kl"), "curve-kl.png"),
-        (("--y", "kl", "--x", "updates"), "curve-kl-updates.png"),
-        (("--y", "return_mean"), "curve.png"),
-    ):
-        assert rollpipe("plot", run, *words) == 0
+    for words, name in {
+        "": "curve.png",
+        "--y kl": "curve-kl.png",
+        "--y kl --x updates": "curve-kl-updates.png",
+        "--y return_mean": "curve.png",
+    }.items():
+        assert rollpipe(f"plot {run} {words}") == 0
         assert capsys.readouterr().out == f"{run}/{name}\n" and (run / name).is_file()
-    assert small_run(run, "--overwrite") == run and not [
-        *run.glob("curve*")
-    ]  # they belong to the run before
+    small_run(run, "--overwrite")
+    assert not [*run.glob("curve*")]  # they belong to the run before
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--lr", "0.1"],
-        ["--lr=0.1"],
-        ["--lag", "2"],
-        ["--no-normalize"],
-        ["--steps", "500", "--gamma", ".9"],
-    ],
+    "words", ["--lr 0.1", "--lr=0.1", "--lag 2", "--no-normalize", "--steps 500 --gamma .9"]
 )
 def test_a_run_that_goes_on_keeps_its_options(words, run, capsys):
-    assert rollpipe("train", "--resume", run, *words) == 2
-    err = capsys.readouterr().err
-    assert (
-        f"a run that goes on keeps its options, so {words[-2] if len(words) > 1 else words[0]} cannot stand beside --resume"
-        in err
-    )
+    option = "--gamma" if "--gamma" in words else words.split()[0]
+    told = f"a run that goes on keeps its options, so {option} cannot stand beside --resume"
+    assert told in error_of(capsys, f"train --resume {run} {words}")
 
 
 def test_graph_draws_what_train_would_run(capsys):
-    assert (
-        rollpipe(
-            "graph", "trpo", "Pendulum-v1", "--lanes", 3, "--n-steps", 7, "--steps", 5, "--seed", 1
-        )
-        == 0
-    )
+    assert rollpipe("graph trpo Pendulum-v1 --lanes 3 --n-steps 7 --steps 5 --seed 1") == 0
     out = capsys.readouterr().out
-    assert [re.search(r"\w+", line)[0] for line in out.splitlines()] == [
-        "EnvStepper",
-        "FragmentCollector",
-        "Lanes",
-        "AdvantageBuffer",
-        "FragmentStacker",
+    pipes = [re.search(r"\w+", line)[0] for line in out.splitlines()]
+    assert pipes == [
+        *("EnvStepper", "FragmentCollector", "Lanes", "AdvantageBuffer", "FragmentStacker")
     ]
     assert "Pendulum-v1" in out and "n_steps=7" in out and "n=3" in out
 
@@ -573,20 +421,13 @@ def test_graph_draws_what_train_would_run(capsys):
 def test_demo_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert rollpipe("demo", "--steps", 2048, "--quiet", "--no-tensorboard") == 0
+        assert rollpipe(f"demo --steps 2048 {QUIET}") == 0
         out = capsys.readouterr().out
         for name in ("random policy", "trained policy, no exploration"):
             assert re.search(name + r" +-\d+\.\d \+- ", out)
-    assert {p.name for p in Path("runs/demo").iterdir()} == {
-        "config.json",
-        "fingerprint.json",
-        "metrics.csv",
-        "metrics.jsonl",
-        "history.jsonl",
-        "journal.jsonl",
-        "checkpoint.safetensors",
-        "curve.png",
-    }
+    files = "config.json fingerprint.json metrics.csv metrics.jsonl history.jsonl journal.jsonl"
+    files += " checkpoint.safetensors curve.png"
+    assert {p.name for p in Path("runs/demo").iterdir()} == {*files.split()}
 
 
 @pytest.mark.slow_but_one
@@ -613,76 +454,73 @@ def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, ca
 def test_every_option_has_its_meaning_in_the_help_with_the_default_of_the_algorithm(
     algorithm, capsys
 ):
+    "And each default is one that its annotation allows."
     assert rollpipe("train", algorithm, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     defaults = ALGORITHMS[algorithm].defaults
     options = {option.name: option for option in options_for(algorithm)}
-    help = {
-        name: " ".join(option.help.split()).replace("None:", "none:")
-        for name, option in options.items()
-    }  # as it is typed
-    for name, option in options.items():
-        assert help[name] and option.flag in text and help[name] in text, option
     assert "==SUPPRESS==" not in text and set(defaults) <= set(options)
-    for name, value in defaults.items():
-        shown, kept = (
-            (",".join(map(str, value)), list(value)) if isinstance(value, tuple) else (value, value)
-        )
-        assert (
-            f"{help[name]} [{shown}]" in text
-            and make_config(algorithm, "CartPole-v1")["options"][name] == kept
-        )
+    config = make_config(algorithm, "CartPole-v1")["options"]
+    assert config.keys() == options.keys()
+    for name, option in options.items():
+        option.check(option.default)
+        meaning = " ".join(option.help.split()).replace("None:", "none:")  # as it is typed
+        assert meaning and option.flag in text and meaning in text, option
+        if name in defaults:
+            value = defaults[name]
+            is_tuple = isinstance(value, tuple)
+            assert f"{meaning} [{','.join(map(str, value)) if is_tuple else value}]" in text
+            assert config[name] == ([*value] if is_tuple else value)
 
-
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_defaults_of_the_command_line_are_those_of_the_signatures(algorithm):
+    # The parser adds none of its own.
     args = vars(build_parser().parse_args(["train", algorithm, "CartPole-v1"]))
-    assert not set(args) & {o.name for o in options_for(algorithm)}
-    assert make_config(algorithm, "CartPole-v1")["options"].keys() == {
-        o.name for o in options_for(algorithm)
-    }
+    assert not set(args) & options.keys()
 
 
+def test_every_default_of_a_run_is_what_its_annotation_allows():
+    for option in TYPED_OPTIONS:
+        option.check(option.default)
+
+
+def typed(words):
+    "The configuration of a command."
+    return config_from(build_parser().parse_args(words.split()))
+
+
+@pytest.mark.parametrize("word", ["none", "None"])
 @pytest.mark.parametrize(
-    "algorithm, flag, name",
+    "words",
     [
-        ("ppo", "--target-kl", "target_kl"),
-        ("ppo", "--max-grad-norm", "max_grad_norm"),
-        ("ppo", "--critic-lr", "critic_lr"),
-        ("dqn", "--huber", "huber"),
-        ("dqn", "--tau", "tau"),
-        ("dqn", "--beta-steps", "beta_steps"),
-        ("dqn", "--encoder", "encoder"),
-        ("dqn", "--path", "path"),
-        ("trpo", "--vector", "vector"),
+        *(f"ppo --{name}" for name in ("target-kl", "max-grad-norm", "critic-lr")),
+        *(f"dqn --{name}" for name in ("huber", "tau", "beta-steps", "encoder", "path")),
+        "trpo --vector",
     ],
 )
-@pytest.mark.parametrize("word", ["none", "None"])
-def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name, word):
-    args = build_parser().parse_args(["train", algorithm, "CartPole-v1", flag, word])
-    config = config_from(args)
-    assert config["options"][name] is None
+def test_none_can_be_typed_where_the_annotation_allows_it(words, word):
+    algorithm, flag = words.split()
+    config = typed(f"train {algorithm} CartPole-v1 {flag} {word}")
+    assert config["options"][flag.strip("-").replace("-", "_")] is None
     build(config)
+
+
+CONV = dict(images="conv")
+
+
+BITS = dict(images="conv", discrete="bits")
 
 
 @pytest.mark.parametrize(
     "words, encoder, of_critic",
     [
-        ("--encoder images=conv", dict(images="conv"), dict(images="conv")),
-        (
-            "--encoder images=conv,discrete=bits",
-            dict(images="conv", discrete="bits"),
-            dict(images="conv", discrete="bits"),
-        ),
-        ("--encoder {'images':'conv'} --critic-encoder none", dict(images="conv"), None),
-        ("--critic-encoder images=conv", None, dict(images="conv")),
+        ("--encoder images=conv", CONV, CONV),
+        ("--encoder images=conv,discrete=bits", BITS, BITS),
+        ("--encoder {'images':'conv'} --critic-encoder none", CONV, None),
+        ("--critic-encoder images=conv", None, CONV),
         ("", None, None),
     ],
 )
 def test_the_critic_has_the_encoder_of_the_actor_unless_it_has_its_own(words, encoder, of_critic):
-    options = config_from(
-        build_parser().parse_args(["train", "ppo", "CartPole-v1", *words.split()])
-    )["options"]
+    options = typed(f"train ppo CartPole-v1 {words}")["options"]
     assert (options["encoder"], options["critic_encoder"]) == (encoder, of_critic)
 
 
@@ -700,29 +538,11 @@ def test_keyword_arguments_of_an_environment(word, value):
     assert parse_env_kwargs([word]) == dict(x=value)
 
 
-def test_a_keyword_that_is_there_twice_is_refused(capsys):
-    assert main("train ppo CartPole-v1 --env-kwargs g=1 h=2 g=3".split()) == 2
-    assert "a keyword is there twice" in (text := capsys.readouterr().err) and "Got g." in text
-
-
 @pytest.mark.parametrize(
     "text", ["images=conv,images=flat", "images=conv,flat", "images=conv,", "conv=(16,32)"]
 )
 def test_what_is_no_list_of_keywords_is_no_dict(text):
-    with pytest.raises(ValueError, match="is not dict or none"):
-        parse_value(text, ("dict", "None"))
-
-
-@pytest.mark.parametrize("word, lag", [("none", None), ("1", 1)])
-def test_a_lag_may_be_a_number_or_none(word, lag):
-    words = ["train", "ppo", "CartPole-v1", "--lanes", "2", "--workers", "2", "--lag", word]
-    assert config_from(build_parser().parse_args(words))["lag"] == lag
-
-
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_every_default_is_what_its_annotation_allows(algorithm):
-    for option in options_for(algorithm) + TYPED_OPTIONS:
-        option.check(option.default)
+    refused("is not dict or none", parse_value, text, ("dict", "None"), error=ValueError)
 
 
 @pytest.mark.parametrize(
@@ -736,163 +556,119 @@ def test_every_default_is_what_its_annotation_allows(algorithm):
     ],
 )
 def test_options_are_checked_without_a_command_line_as_well(algorithm, options, told):
-    with pytest.raises(DataError, match=told):
-        make_config(algorithm, "CartPole-v1", options)
+    refused(told, make_config, algorithm, "CartPole-v1", options)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-MISTAKES = [
-    ("train trpo Pendulm-v1", "Pendulm-v1.*Pendulum-v1"),
-    (
-        "train trop Pendulum-v1",
-        "invalid choice: 'trop'.*trpo.*one of your own needs --import MODULE",
-    ),
-    (
-        "train trpo Pendulum-v1 --hidden 8 9",
-        "unknown argument 9; an option takes one word, such as --hidden 64,64",
-    ),
-    (
-        "train --seed 2 trpo Pendulum-v1",
-        "invalid choice: .2.*options such as --seed stand after ALGO ENV",
-    ),
-    ("train", "which algorithm.*trpo"),
-    ("train trpo", "required: ENV"),
-    ("train ppo CartPole-v1 --lr -1", "^error: --lr: PPO: out of range. Expected 0 <= lr < inf"),
-    ("fork RUN --set lr=-1 --out FORK", "--set lr: .*out of range|no option 'lr'"),
-    ("trian ppo CartPole-v1", "'trian'; did you mean train[?]"),
-    ("train pppo CartPole-v1", "'pppo'; did you mean ppo[?].*--import"),
-    ("list algoritms", "'algoritms'; did you mean algorithms[?]"),
-    ("list options pppo", "Expected ppo, or one of --import, got pppo"),
-    ("export RUN --to onx", "'onx'; did you mean onnx[?]"),
-    ("fork RUN --st clip=0.1 --out FORK", "unknown argument --st; did you mean --set[?]"),
-    ("tune ppo CartPole-v1 --trails 3", "unknown argument --trails; did you mean --trials"),
-    ("evaluate RUN --episode 3", "unknown argument --episode; did you mean --episodes[?]"),
-    ("train ppo CartPole-v1 --preset cartpole-V1", "no preset.*Expected CartPole-v1, auto"),
-    ("train ppo cartpole-V1", "nearest known ids: CartPole-v1"),
-    ("train ppo nowhere:Own", "module of .* 'nowhere:Own' cannot be imported.*named 'nowhere'"),
-    ("train ppo toys:Plain", "gymnasium.register.'Plain-v0', Plain.. in toys: 'toys:Plain-v0'"),
-    ("train trpo Pendulum-v1 --max-lk 1", "--max-lk.*did you mean --max-kl"),
-    ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
-    ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
-    ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
-    (
-        "train ppo Pendulum-v1 --target-kl abc",
-        "--target-kl: invalid float or none or schedule value: 'abc'",
-    ),
-    (
-        "train trpo Pendulum-v1 --critic-lr fast",
-        "--critic-lr: invalid float or schedule value: 'fast'",
-    ),
-    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none or schedule value: 'abc'"),
-    (
-        "train dqn CartPole-v1 --epsilon 0.5",
-        "unknown argument --epsilon; did you mean --eps-end",
-    ),  # DQN sets it itself
-    ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
-    ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
-    ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
-    (
-        "train trpo CartPole-v1 --activation rule",
-        "activation.*elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rule'",
-    ),
-    ("train trpo CartPole-v1 --critic-activation ReLU", "unknown activation.*got 'ReLU'"),
-    ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
-    (
-        "train trpo Pendulum-v1 --steps 0",
-        "^error: out of range. Expected an integer steps >= 1, got steps=0",
-    ),
-    ("train trpo Pendulum-v1 --seed -1", "an integer seed >= 0, got seed=-1"),
-    ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
-    ("train trpo Pendulum-v1 --n-envs 0", "environments"),
-    ("train trpo Pendulum-v1 --lanes 0", "Lanes: out of range.*n=0"),
-    ("train trpo Pendulum-v1 --env-kwargs g", "key=value, got g"),
-    ("train trpo Pendulum-v1 --env-kwargs planet=mars", "planet"),
-    ("train --resume nowhere", "nowhere: there is no such run"),
-    ("train --resume RUN", "is complete.*--steps above 384"),
-    ("train --resume RUN trpo CartPole-v1", "not both"),
-    ("evaluate RUNN", "there is no such run.*for example .*run"),
-    ("evaluate RUN --episodes 0", "n_episodes >= 1"),
-    ("evaluate RUN --record film.avi", ".gif or .mp4"),
-    ("evaluate RUN/metrics.csv", "not a checkpoint"),
-    ("evaluate BROKEN", "damaged"),
-    ("evaluate FOREIGN", "not the checkpoint of a run"),
-    ("plot nowhere", "not the folder of a run"),
-    ("plot RUN --y kul", "kul"),
-    ("plot RUN --out RUN/no/such/folder.png", "folder"),
-    ("graph trpo Pendulum", "Pendulum-v1"),
-    ("graph trpo Pendulum-v1 --lamb 1", "did you mean --lam"),
-    ("plto", "invalid choice: 'plto'"),
-    ("train ppo CartPole-v1 --learning-rate 1e-3", "did you mean --lr[?]"),
-    ("train ppo CartPole-v1 --total-timesteps=1000", "did you mean --steps[?]"),
-    ("train ppo CartPole-v1 --batch_size 64", "did you mean --minibatch[?]"),
-    ("train ppo CartPole-v1 --track", "did you mean --wandb[?]"),
-    ("train ppo CartPole-v1 --overwite", "did you mean --overwrite[?]"),
-    ("train sac Pendulum-v1 --ent-coef 0.1", "did you mean --temperature[?]"),
-    (
-        "train sac CartPole-v1",
-        r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)",
-    ),
-    (
-        "train dqn Pendulum-v1",
-        "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, crossq, td3, ddpg, got Box",
-    ),
-    ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
-    (
-        "train --resume RUN --learning-rate 0.1",
-        "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet",
-    ),
-    ("train --resume RUN --out other", "so --out cannot stand beside --resume"),
-    ("replay nowhere --update 1", "^error: nowhere: there is no such run"),
-    ("verify RUN --updates 0", "an integer updates >= 1, got updates=0"),
-    (
-        "export RUN --to torchscript --out nowhere/policy.pt",
-        "^error: nowhere/policy.pt: there is no such folder",
-    ),
-    ("export RUN --to torchscript --out RUN", "this is a folder. Expected a file to write"),
-    ("train trpo CartPole-v1 --resume RUN", "either --resume RUN or ALGO ENV, not both"),
-    (
-        "train --resume RUN/config.json",
-        "config.json: not a checkpoint. Expected the folder of the run, .*run",
-    ),
-    ("train --resume RUN/..", "there is no run in this folder. Expected for example .*run"),
-    ("evaluate RUN/..", "there is no run in this folder. Expected for example .*run"),
-    ("evaluate RUN --seed -1", "--seed: not a seed. Expected an integer >= 0, got -1"),
-    ("watch RUN --record film.gif --seed -1", "--seed: not a seed"),
-    ("pack RUN --out packed --seed -1", "--seed: not a seed"),
-    (
-        "plot RUN --out curve.foo",
-        "unknown kind of picture. Expected a path ending in .png, .svg or .pdf, got curve.foo",
-    ),
-    ("train trpo CartPole-v1 --out BROKEN", "broken: this is a file. Expected a folder"),
-    ("pack RUN --out BROKEN", "broken: this is a file. Expected a folder"),
-    (
-        "train trpo CartPole-v1 --record-limit 5GB",
-        "--record-limit: a limit, but no recording. Expected --record, got '5GB'",
-    ),
-    (
-        "train trpo CartPole-v1 --std abc",
-        "^error: .*--std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'",
-    ),
-    ("train trpo CartPole-v1 --hidden 8,0", r"an integer hidden\[1\] >= 1, got hidden\[1\]=0"),
-    ("train trpo CartPole-v1 --hidden 64.5", "--hidden: invalid int or int,int value: '64.5'"),
-    (
-        "train ppo Pendulum-v1 --action-mask m",
-        "^error: environment Pendulum-v1, leaf action_space: WithActionMask: there are no masks",
-    ),
-]
+
+# A command => what its one line says, a pattern
+
+LINES_OF_MISTAKES = r"""
+train trpo Pendulm-v1 => Pendulm-v1.*Pendulum-v1
+train trop Pendulum-v1 => invalid choice: 'trop'.*trpo.*one of your own needs --import MODULE
+train trpo Pendulum-v1 --hidden 8 9 => unknown argument 9; an option takes one word, such as --hidden 64,64
+train --seed 2 trpo Pendulum-v1 => invalid choice: .2.*options such as --seed stand after ALGO ENV
+train => which algorithm.*trpo
+train trpo => required: ENV
+train ppo CartPole-v1 --lr -1 => ^error: --lr: PPO: out of range. Expected 0 <= lr < inf
+fork RUN --set lr=-1 --out FORK => --set lr: .*out of range|no option 'lr'
+trian ppo CartPole-v1 => 'trian'; did you mean train[?]
+train pppo CartPole-v1 => 'pppo'; did you mean ppo[?].*--import
+list algoritms => 'algoritms'; did you mean algorithms[?]
+list options pppo => Expected ppo, or one of --import, got pppo
+export RUN --to onx => 'onx'; did you mean onnx[?]
+fork RUN --st clip=0.1 --out FORK => unknown argument --st; did you mean --set[?]
+tune ppo CartPole-v1 --trails 3 => unknown argument --trails; did you mean --trials
+evaluate RUN --episode 3 => unknown argument --episode; did you mean --episodes[?]
+train ppo CartPole-v1 --preset cartpole-V1 => no preset.*Expected CartPole-v1, auto
+train ppo cartpole-V1 => nearest known ids: CartPole-v1
+train ppo nowhere:Own => module of .* 'nowhere:Own' cannot be imported.*named 'nowhere'
+train ppo toys:Plain => gymnasium.register.'Plain-v0', Plain.. in toys: 'toys:Plain-v0'
+train trpo Pendulum-v1 --max-lk 1 => --max-lk.*did you mean --max-kl
+train trpo Pendulum-v1 --gamma x => --gamma: invalid float value: 'x'
+train trpo Pendulum-v1 --steps 1.5 => --steps: invalid int value: '1.5'
+train trpo Pendulum-v1 --hidden 8,x => --hidden
+train ppo Pendulum-v1 --target-kl abc => --target-kl: invalid float or none or schedule value: 'abc'
+train trpo Pendulum-v1 --critic-lr fast => --critic-lr: invalid float or schedule value: 'fast'
+train dqn CartPole-v1 --tau abc => --tau: invalid float or none or schedule value: 'abc'
+train dqn CartPole-v1 --epsilon 0.5 => unknown argument --epsilon; did you mean --eps-end
+train ppo CartPole-v1 --lag soon => --lag: invalid int or none value: 'soon'
+train dqn CartPole-v1 --beta-steps many => --beta-steps: invalid int or none value: 'many'
+train ppo CartPole-v1 --encoder conv => --encoder: invalid dict or none value: 'conv'
+train trpo CartPole-v1 --activation rule => activation.*elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rule'
+train trpo CartPole-v1 --critic-activation ReLU => unknown activation.*got 'ReLU'
+train trpo Pendulum-v1 --steps 1x => --steps: invalid int value
+train trpo Pendulum-v1 --steps 0 => ^error: out of range. Expected an integer steps >= 1, got steps=0
+train trpo Pendulum-v1 --seed -1 => an integer seed >= 0, got seed=-1
+train trpo Pendulum-v1 --n-steps 0 => n_steps >= 1
+train trpo Pendulum-v1 --n-envs 0 => environments
+train trpo Pendulum-v1 --lanes 0 => Lanes: out of range.*n=0
+train trpo Pendulum-v1 --env-kwargs g => key=value, got g
+train trpo Pendulum-v1 --env-kwargs planet=mars => planet
+train --resume nowhere => nowhere: there is no such run
+train --resume RUN => is complete.*--steps above 384
+train --resume RUN trpo CartPole-v1 => not both
+evaluate RUNN => there is no such run.*for example .*run
+evaluate RUN --episodes 0 => n_episodes >= 1
+evaluate RUN --record film.avi => .gif or .mp4
+evaluate RUN/metrics.csv => not a checkpoint
+evaluate BROKEN => damaged
+evaluate FOREIGN => not the checkpoint of a run
+plot nowhere => not the folder of a run
+plot RUN --y kul => kul
+plot RUN --out RUN/no/such/folder.png => folder
+graph trpo Pendulum => Pendulum-v1
+graph trpo Pendulum-v1 --lamb 1 => did you mean --lam
+plto => invalid choice: 'plto'
+train ppo CartPole-v1 --learning-rate 1e-3 => did you mean --lr[?]
+train ppo CartPole-v1 --total-timesteps=1000 => did you mean --steps[?]
+train ppo CartPole-v1 --batch_size 64 => did you mean --minibatch[?]
+train ppo CartPole-v1 --track => did you mean --wandb[?]
+train ppo CartPole-v1 --overwite => did you mean --overwrite[?]
+train sac Pendulum-v1 --ent-coef 0.1 => did you mean --temperature[?]
+train sac CartPole-v1 => Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)
+train dqn Pendulum-v1 => Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, crossq, td3, ddpg, got Box
+train ppo Own-v0 => which a module registers .*--import MODULE.*'MODULE:Own-v0'
+train --resume RUN --learning-rate 0.1 => so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet
+train --resume RUN --out other => so --out cannot stand beside --resume
+replay nowhere --update 1 => ^error: nowhere: there is no such run
+verify RUN --updates 0 => an integer updates >= 1, got updates=0
+export RUN --to torchscript --out nowhere/policy.pt => ^error: nowhere/policy.pt: there is no such folder
+export RUN --to torchscript --out RUN => this is a folder. Expected a file to write
+train trpo CartPole-v1 --resume RUN => either --resume RUN or ALGO ENV, not both
+train --resume RUN/config.json => config.json: not a checkpoint. Expected the folder of the run, .*run
+train --resume RUN/.. => there is no run in this folder. Expected for example .*run
+evaluate RUN/.. => there is no run in this folder. Expected for example .*run
+evaluate RUN --seed -1 => --seed: not a seed. Expected an integer >= 0, got -1
+watch RUN --record film.gif --seed -1 => --seed: not a seed
+pack RUN --out packed --seed -1 => --seed: not a seed
+plot RUN --out curve.foo => unknown kind of picture. Expected a path ending in .png, .svg or .pdf, got curve.foo
+train trpo CartPole-v1 --out BROKEN => broken: this is a file. Expected a folder
+pack RUN --out BROKEN => broken: this is a file. Expected a folder
+train trpo CartPole-v1 --record-limit 5GB => --record-limit: a limit, but no recording. Expected --record, got '5GB'
+train trpo CartPole-v1 --std abc => ^error: .*--std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'
+train trpo CartPole-v1 --hidden 8,0 => an integer hidden\[1\] >= 1, got hidden\[1\]=0
+train trpo CartPole-v1 --hidden 64.5 => --hidden: invalid int or int,int value: '64.5'
+train ppo Pendulum-v1 --action-mask m => ^error: environment Pendulum-v1, leaf action_space: WithActionMask: there are no masks
+train ppo CartPole-v1 --env-kwargs g=1 h=2 g=3 => a keyword is there twice.* Got g.
+train trpo CartPole-v1 --lanes 2 --workers 3 => --lanes 3
+train trpo CartPole-v1 --lanes 2 --lag -1 => lag
+train trpo CartPole-v1 --lanes 2 --workers -1 => got workers=-1
+train trpo CartPole-v1 --lanes 2 --order random => order
+train trpo CartPole-v1 --lanes 2 --eval-every -1 => --eval-every
+"""
+
+MISTAKES = [line.split(" => ") for line in LINES_OF_MISTAKES.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, trained):
     folder = tmp_path_factory.mktemp("places")
     run = Path(shutil.copytree(trained, folder / "run"))
-    (folder / "broken").write_bytes((run / "checkpoint.safetensors").read_bytes()[:-1])
-
-    class Other:
-        state_dict = lambda self: {}
-
-    save_checkpoint(folder / "foreign", Other(), {}, {})
+    checkpoint = (run / "checkpoint.safetensors").read_bytes()
+    (folder / "broken").write_bytes(checkpoint[:-1])
+    save_checkpoint(folder / "foreign", Same({}), {}, {})
     return {"RUN": run, "BROKEN": folder / "broken", "FOREIGN": folder / "foreign"}
 
 
@@ -902,46 +678,56 @@ def test_a_mistake_is_one_clear_line(line, message, places, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for name, path in places.items():
         line = line.replace(name, str(path))
-    assert rollpipe(*line.split()) == 2
-    out, err = capsys.readouterr()
-    assert re.search(message, err) and err.count("\n") == 1 and "Traceback" not in err and not out
+    err = error_of(capsys, line)
+    assert re.search(message, err) and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
+class Same:
+    "Stands for a learner with this state."
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+
+def store(run, found, **harm):
+    "Store the checkpoint of a run once more, with another configuration."
+    path = run / "checkpoint.safetensors"
+    config = {**found.config, **harm}
+    save_checkpoint(path, Same(found.agent_state), config, found.counters, history=found.history)
+
+
 def test_debug_shows_where(tmp_path):
-    with pytest.raises(RuntimeError, match="Pendulm"):
-        main(["graph", "trpo", "Pendulm-v1", "--debug"])
+    refused("Pendulm", main, ["graph", "trpo", "Pendulm-v1", "--debug"], error=RuntimeError)
 
 
 def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     found = load_run(run)
-
-    class Same:
-        state_dict = lambda self: found.agent_state
-
-    config = dict(found.config, options=dict(found.config["options"], hidden=[16]))
-    save_checkpoint(
-        run / "checkpoint.safetensors", Same(), config, found.counters, history=found.history
-    )
-    assert rollpipe("evaluate", run) == 2
-    assert (
-        "not a configuration that was saved (--hidden: there are no such layers in the file"
-        in capsys.readouterr().err
-    )
+    store(run, found, options=dict(found.config["options"], hidden=[16]))
+    told = "not a configuration that was saved (--hidden: there are no such layers in the file"
+    assert told in error_of(capsys, f"evaluate {run}")
 
 
 @pytest.mark.parametrize(
     "harm",
     [
-        dict(options=dict(n_envs=10**9)),
-        dict(options=dict(lanes=10**8)),
-        dict(options=dict(n_steps=10**9)),
-        dict(options=dict(hidden=[300_000])),
-        dict(options=dict(recurrent="gru", state_size=8000)),
-        dict(options=dict(hidden=[-1])),
-        dict(options=dict(gamma="x")),
-        dict(options=dict(encoder=dict(a=1))),
-        dict(options=dict(n_envs=None)),
+        *(
+            dict(options=x)
+            for x in (
+                dict(n_envs=10**9),
+                dict(lanes=10**8),
+                dict(n_steps=10**9),
+                dict(hidden=[300_000]),
+                dict(recurrent="gru", state_size=8000),
+                dict(hidden=[-1]),
+                dict(gamma="x"),
+                dict(encoder=dict(a=1)),
+                dict(n_envs=None),
+            )
+        ),
         dict(seed="x"),
         dict(seed=-1),
         dict(steps=None),
@@ -955,67 +741,54 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     ],
     ids=str,
 )
-def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, monkeypatch, capsys):
+def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, capsys):
     found = load_run(run)
-
-    class Same:
-        state_dict = lambda self: found.agent_state
-
-    options = (
-        {**found.config["options"], **harm["options"]}
-        if harm.get("options")
-        else harm.get("options", found.config["options"])
-    )
-    save_checkpoint(
-        run / "checkpoint.safetensors",
-        Same(),
-        {**found.config, **harm, "options": options},
-        found.counters,
-        history=found.history,
-    )
-    for words in (("evaluate", run), ("train", "--resume", run, "--steps", 10**6)):
-        assert rollpipe(*words) == 2
-        err = capsys.readouterr().err
-        assert "Traceback" not in err and err.count("\n") == 1
+    if harm.get("options"):
+        harm = dict(options={**found.config["options"], **harm["options"]})
+    store(run, found, **harm)
+    for words in (f"evaluate {run}", f"train --resume {run} --steps 1000000"):
+        assert error_of(capsys, words).count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "algorithm, env, options, harm",
+    "algorithm, options, harm",
     [
-        ("ppo", "CartPole-v1", dict(recurrent="gru", state_size=8), dict(state_size=8000)),
-        ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4), dict(state_size=-1)),
-        ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
-        ("qr_dqn", "CartPole-v1", dict(duelling=True), dict(n_quantiles=0)),
-        ("sac", "Pendulum-v1", dict(n_critics=3), dict(n_critics=3000)),
+        ("ppo", dict(recurrent="gru", state_size=8), dict(state_size=8000)),
+        ("dqn", dict(recurrent="lstm", length=4), dict(state_size=-1)),
+        ("qr_dqn", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
+        ("qr_dqn", dict(duelling=True), dict(n_quantiles=0)),
+        ("sac", dict(n_critics=3), dict(n_critics=3000)),
     ],
 )
 def test_a_strangers_sizes_are_compared_with_the_file(
-    algorithm, env, options, harm, tmp_path, monkeypatch
+    algorithm, options, harm, tmp_path, monkeypatch
 ):
     "Networks that are larger than those of the file would take memory and time before they do not fit."
-    folder = start(tmp_path / "run", make_config(algorithm, env, options)).folder
+    folder = tmp_path / "run"
+    start(folder, make_config(algorithm, task_of(algorithm), options))
     unlock(folder)
     found = load_run(folder)
-    unused = (
-        {} if "state_size" in harm else dict(state_size=8000)
-    )  # without memory it decides nothing
-    config = {**found.config, "options": {**found.config["options"], **unused}}
-    assert load_run(folder).config["options"].items() >= options.items()
-    write_atomically(
-        folder / "checkpoint.safetensors", found._replace(config=config, stream=None).data()
-    )
-    load_agent(folder)
-    config["options"] |= harm
-    write_atomically(
-        folder / "checkpoint.safetensors", found._replace(config=config, stream=None).data()
-    )
+    stored = found.config["options"]
+    assert stored.items() >= options.items()
+
+    def load_with(**others):
+        config = {**found.config, "options": {**stored, **others}}
+        data = found._replace(config=config, stream=None).data()
+        write_atomically(folder / "checkpoint.safetensors", data)
+        load_agent(folder)
+
+    # Without memory its size decides nothing.
+    unused = {} if "state_size" in harm else dict(state_size=8000)
+    load_with(**unused)
     monkeypatch.setattr("rollpipe.runs.folder.build", lambda *args: pytest.fail("it is built"))
     (name,) = harm
-    with pytest.raises(
-        CheckpointError,
-        match=f"--{name.replace('_', '-')}: there are no such layers in the file",
-    ):
-        load_agent(folder)
+    told = f"--{name.replace('_', '-')}: there are no such layers in the file"
+    refused(told, load_with, **unused, **harm, error=CheckpointError)
+
+
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+ENDLESS = f"{SMALL_TRPO} --steps 100000000"
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------
@@ -1025,33 +798,16 @@ def test_a_strangers_sizes_are_compared_with_the_file(
 def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
     "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."
     run = tmp_path / "run"
-    words = [
-        "train",
-        "trpo",
-        "CartPole-v1",
-        "--steps",
-        10**8,
-        "--out",
-        run,
-        "--lanes",
-        2,
-        "--workers",
-        2,
-        "--checkpoint-every",
-        1,
-        *SMALL,
-    ]
-    with process(*words) as child:
+    words = f"{ENDLESS} --out {run} --lanes 2 --workers 2 --checkpoint-every 1"
+    with process(words) as child:
         wait_for(lambda: lines(run / "metrics.jsonl") >= 2, child)
-        for others in (["--resume", run], [*words[1:], "--overwrite"]):
-            assert rollpipe("train", *others, "--quiet", "--no-tensorboard") == 2
-            assert re.search(
-                f"another process is training in .*process {child.pid}", capsys.readouterr().err
-            )
+        told = f"another process is training in .*process {child.pid}"
+        for others in (f"train --resume {run} {QUIET}", f"{words} --overwrite"):
+            assert re.search(told, error_of(capsys, others))
         child.kill()
         child.communicate()
     steps = load_run(run).counters["steps"] + 1
-    assert rollpipe("train", "--resume", run, "--steps", steps, "--quiet", "--no-tensorboard") == 0
+    assert rollpipe(f"train --resume {run} --steps {steps} {QUIET}") == 0
     assert not (run / "lock").exists()
 
 
@@ -1060,30 +816,17 @@ def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
     "numbers, workers", [(("SIGINT", "SIGINT"), 0), (("SIGHUP", "SIGTERM", "SIGINT"), 2)]
 )
 def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path, numbers, workers):
+    "The last signal comes while the interpreter ends."
     run = tmp_path / "run"
     numbers = [getattr(signal, name) for name in numbers]
-    words = [
-        "train",
-        "trpo",
-        "CartPole-v1",
-        "--steps",
-        10**8,
-        "--out",
-        run,
-        "--checkpoint-every",
-        10**6,
-        "--lanes",
-        2,
-        "--workers",
-        workers,
-        *SMALL,
-    ]
-    with python(
-        *words, start_new_session=True
-    ) as child:  # the last signal comes while the interpreter ends
+    words = f"{ENDLESS} --out {run} --checkpoint-every 1000000 --lanes 2 --workers {workers}"
+    with python(words, start_new_session=True) as child:
         wait_for(lambda: lines(run / "metrics.jsonl") >= 2, child)
         for number in numbers:  # a terminal sends it to the workers, too
-            os.killpg(child.pid, number) if number != signal.SIGTERM else child.send_signal(number)
+            if number == signal.SIGTERM:
+                child.send_signal(number)
+            else:
+                os.killpg(child.pid, number)
             time.sleep(0.05)
         out, err = child.communicate(timeout=120)
     assert child.returncode == 128 + numbers[0], err
@@ -1095,29 +838,13 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
     run = tmp_path / "run"
     impatient = "import sys; from rollpipe.cli.main import main; from rollpipe.runs import signals; signals.PATIENCE = .5; sys.exit(main())"
-    words = [
-        "train",
-        "trpo",
-        "CartPole-v1",
-        "--n-steps",
-        10**5,
-        "--out",
-        run,
-        "--quiet",
-        "--no-tensorboard",
-    ]
-    with Forked(["-c", impatient, *words]) as child:
+    words = f"train trpo CartPole-v1 --n-steps 100000 --out {run} {QUIET}"
+    with Forked(["-c", impatient, *words.split()]) as child:
         wait_for((run / "metrics.jsonl").exists, child)
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=120)
     assert child.returncode == code and "Traceback" not in err, err
     assert not run.exists()
-
-
-def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
-    run = start(tmp_path / "run", tiny("trpo", tmp_path))
-    train(resume(run.folder), progress=False, tensorboard=False)
-    assert load_run(run.folder).counters["steps"] == 256
 
 
 def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(
@@ -1127,16 +854,14 @@ def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(
     left = []
     monkeypatch.setattr(commands, "train", lambda *args, **kwargs: 1 / 0)
     for again in (resume(run.folder), run):
-        with pytest.raises(ZeroDivisionError):
-            commands.run_to_end(again, Namespace())
+        refused("", commands.run_to_end, again, Namespace(), error=ZeroDivisionError)
         left.append(run.checkpoint.exists())
     assert left == [True, False]
 
 
 def test_nohup_is_respected(tmp_path):
     run = tmp_path / "run"
-    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, *SMALL]
-    with process(*words, ignored=[signal.SIGHUP]) as child:
+    with process(f"{ENDLESS} --out {run}", ignored=[signal.SIGHUP]) as child:
         wait_for(lambda: lines(run / "metrics.jsonl") >= 1, child)
         child.send_signal(signal.SIGHUP)
         n = lines(run / "metrics.jsonl")
@@ -1148,37 +873,20 @@ def test_nohup_is_respected(tmp_path):
 
 def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     run = tmp_path / "run"
-    words = [
-        "train",
-        "trpo",
-        "CartPole-v1",
-        "--steps",
-        10**8,
-        "--out",
-        run,
-        "--checkpoint-every",
-        3,
-        *SMALL,
-    ]
-    with process(*words) as child:
+    with process(f"{ENDLESS} --out {run} --checkpoint-every 3") as child:
         wait_for(lambda: lines(run / "metrics.jsonl") >= 8, child)
         child.kill()
         child.communicate()
     saved = load_run(run).counters
     assert saved["updates"] % 3 == 0
-    assert (
-        rollpipe(
-            "train", "--resume", run, "--steps", saved["steps"] + 1, "--quiet", "--no-tensorboard"
-        )
-        == 0
-    )
+    assert rollpipe(f"train --resume {run} --steps {saved['steps'] + 1} {QUIET}") == 0
     assert read_metrics(run)["updates"].tolist() == list(range(1, saved["updates"] + 2))
 
 
 @pytest.mark.slow
 def test_output_that_nobody_reads():
     "Of `python -m rollpipe`."
-    with python("graph", "trpo", "CartPole-v1") as child:
+    with python("graph trpo CartPole-v1") as child:
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait() == 0
 
@@ -1206,7 +914,7 @@ def test_streams_that_are_closed(more):
 @pytest.mark.slow
 def test_a_terminal_that_does_not_know_a_letter(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    with python("graph", "trpo", "CartPole-v1") as child:
+    with python("graph trpo CartPole-v1") as child:
         assert "EnvStepper" in child.stdout.read() and child.wait() == 0
 
 
@@ -1218,21 +926,18 @@ gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("Island-v0", "--import", "island"), ("island:Island-v0",)],
-    ids=["import", "in the id"],
+    "words", ["Island-v0 --import island", "island:Island-v0"], ids=["import", "in the id"]
 )
 def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
     "Also: the module is found in the current folder."
     (tmp_path / "island.py").write_text(ISLAND)
-    trained = run_command(
-        tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL
-    )
+    words = f"train trpo {words} --steps 128 --out 'my run' {SMALL_LINE}"
+    trained = run_command(tmp_path, words)
     assert trained.returncode == 0, trained.stderr
     command = trained.stdout.splitlines()[-1].partition("rollpipe ")[2]
-    evaluated = run_command(tmp_path, *shlex.split(command), "--episodes", 1)
+    evaluated = run_command(tmp_path, f"{command} --episodes 1")
     assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
-    without = run_command(tmp_path, "evaluate", "my run")
+    without = run_command(tmp_path, "evaluate 'my run'")
     assert without.returncode == 2 and "--import island" in without.stderr
 
 
@@ -1257,94 +962,64 @@ def test_an_environment_that_changes_the_current_folder_moves_no_run(tmp_path):
     "All commands that step environments in their own process write where they were told to, and say so."
     (tmp_path / "wanderer.py").write_text(WANDERER)
 
-    def run(*words):
-        done = run_command(tmp_path, *words, "--import", "wanderer")
+    def run(words):
+        done = run_command(tmp_path, f"{words} --import wanderer")
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    out = run(
-        "train",
-        "reinforce",
-        "Wanderer-v0",
-        "--steps",
-        256,
-        "--out",
-        "run",
-        "--checkpoint-every",
-        1,
-        "--n-envs",
-        2,
-        "--n-steps",
-        32,
-        "--hidden",
-        4,
-        "--quiet",
-        "--no-tensorboard",
-    )
+    options = f"--checkpoint-every 1 --n-envs 2 --n-steps 32 --hidden 4 {QUIET}"
+    out = run(f"train reinforce Wanderer-v0 --steps 256 --out run {options}")
     assert f"saved in {tmp_path / 'run' / 'checkpoint.safetensors'}" in out
-    run("train", "--resume", "run", "--steps", 512, "--quiet", "--no-tensorboard")
-    run("fork", "run", "--out", "fork", "--at", 1)
-    run("train", "--resume", "fork", "--quiet", "--no-tensorboard")
-    for words in ("diff", "run", "fork"), ("replay", "run", "--update", 2), ("verify", "run"):
-        assert "are equal" in run(*words)
-    run("pack", "run", "--episodes", 1)
-    run("evaluate", "run", "--episodes", 1, "--record", "film.gif")
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
-        "wanderer.py",
-        "run",
-        "fork",
-        "film.gif",
-        "elsewhere",
-    }
-    assert (tmp_path / "run" / "pack" / "README.md").is_file() and not [
-        *(tmp_path / "elsewhere").iterdir()
-    ]
+    run(f"train --resume run --steps 512 {QUIET}")
+    run("fork run --out fork --at 1")
+    run(f"train --resume fork {QUIET}")
+    for words in ("diff run fork", "replay run --update 2", "verify run"):
+        assert "are equal" in run(words)
+    run("pack run --episodes 1")
+    run("evaluate run --episodes 1 --record film.gif")
+    names = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+    assert names == {"wanderer.py", "run", "fork", "film.gif", "elsewhere"}
+    assert (tmp_path / "run" / "pack" / "README.md").is_file()
+    assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
-def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch, capsys):
+def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch):
     "What a run needs is all of them: argparse keeps the innermost alone."
     for name in ("one_isle", "two_isles"):
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    words = "--import two_isles --steps 64 --n-envs 2 --n-steps 32 --hidden 4 --quiet --no-tensorboard --out".split()
-    assert (
-        rollpipe(
-            "--import", "one_isle", "train", "reinforce", "CartPole-v1", *words, tmp_path / "run"
-        )
-        == 0
-    )
+    words = "--import one_isle train reinforce CartPole-v1 --import two_isles --steps 64 --n-envs 2"
+    assert rollpipe(f"{words} --n-steps 32 --hidden 4 {QUIET} --out", tmp_path / "run") == 0
     assert load_run(tmp_path / "run").config["imports"] == ["one_isle", "two_isles"]
 
 
 @pytest.mark.slow_but_one
-@pytest.mark.parametrize("first", [("Island-v0", "--import", "island"), ("island:Island-v0",)])
-def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
+@pytest.mark.parametrize("is_in_id", [False, True])
+def test_a_run_whose_environment_needs_a_module_goes_on(is_in_id, tmp_path):
     "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."
     (tmp_path / "island.py").write_text(ISLAND)
     (tmp_path / "other.py").write_text("")
+    first = "trpo island:Island-v0" if is_in_id else "trpo Island-v0 --import island"
 
-    def go_on(*words, steps):
-        screen = SMALL if "--resume" not in words else ["--quiet", "--no-tensorboard"]
-        return run_command(tmp_path, "train", *words, "--steps", steps, *screen)
+    def go_on(words, steps):
+        screen = QUIET if "--resume" in words else SMALL_LINE
+        return run_command(tmp_path, f"train {words} --steps {steps} {screen}")
 
-    begun = go_on("trpo", *first, "--out", "run", steps=128)
-    assert begun.returncode == 0, begun.stderr
-    again = (
-        [("trpo", *first)]
-        if "--import" in first and ":" not in first[0]
-        else [("trpo", "island:Island-v0"), ("trpo", "island:Island-v0", "--import", "island")]
-    )
-    for k, words in enumerate(again, 2):
-        done = go_on(*words, "--out", "run", "--continue", steps=128 * k)
+    def succeeds(words, steps):
+        done = go_on(words, steps)
         assert done.returncode == 0, done.stderr
-    done = go_on("--resume", "run", "--import", "island", steps=128 * (k + 1))
-    assert done.returncode == 0 and load_run_in(tmp_path, "run") == k + 1, done.stderr
-    without = go_on("--resume", "run", steps=9999)
+
+    succeeds(f"{first} --out run", 128)
+    same = [first, f"{first} --import island"] if is_in_id else [first]
+    for k, words in enumerate(same, 2):
+        succeeds(f"{words} --out run --continue", 128 * k)
+    succeeds("--resume run --import island", 128 * (k + 1))
+    assert load_run_in(tmp_path, "run") == k + 1
+    without = go_on("--resume run", 9999)
     assert without.returncode == 2 and "--import island" in without.stderr
-    other = go_on("trpo", *first, "--import", "other", "--out", "run", "--continue", steps=9999)
-    assert (
-        other.returncode == 2 and "has other options" in other.stderr and "imports=" in other.stderr
-    )
+    other = go_on(f"{first} --import other --out run --continue", 9999)
+    assert other.returncode == 2
+    assert "has other options" in other.stderr and "imports=" in other.stderr
 
 
 def load_run_in(folder, run):
@@ -1355,29 +1030,14 @@ def load_run_in(folder, run):
 def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_run_command(tmp_path):
     (tmp_path / "island.py").write_text(ISLAND)
     (tmp_path / "run-s1").write_text("a file, where the folder should be")
-    words = [
-        "train",
-        "trpo",
-        "island:Island-v0",
-        "--steps",
-        128,
-        "--out",
-        "run",
-        "--seeds",
-        "0-1",
-        *SMALL,
-    ]
-    failed = run_command(tmp_path, *words)
+    words = f"train trpo island:Island-v0 --steps 128 --out run --seeds 0-1 {SMALL_LINE}"
+    failed = run_command(tmp_path, words)
     assert failed.returncode == 2 and "1 of 2 runs failed" in failed.stderr
     (tmp_path / "run-s1").unlink()
-    done = run_command(
-        tmp_path,
-        *shlex.split(failed.stderr.rpartition("continue with: rollpipe ")[2].rstrip(".\n")),
-    )
-    assert (
-        done.returncode == 0
-        and load_run_in(tmp_path, "run-s0") == load_run_in(tmp_path, "run-s1") == 1
-    ), done.stderr
+    command = failed.stderr.rpartition("continue with: rollpipe ")[2]
+    done = run_command(tmp_path, command.rstrip(".\n"))
+    assert done.returncode == 0, done.stderr
+    assert [load_run_in(tmp_path, name) for name in ("run-s0", "run-s1")] == [1, 1]
 
 
 def test_version_and_bare_command(capsys):
@@ -1392,112 +1052,44 @@ def test_version_and_bare_command(capsys):
 # --- worker processes
 
 
-def test_training_in_workers_gives_the_same_weights(tmp_path):
-    "With one seed the weights are the same for any number of workers."
-    runs = [
-        train_to(tmp_path / name, *words)
-        for name, words in dict(none=(), one=("--workers", "1"), two=("--workers", "2")).items()
-    ]
-    weights = [load_run(run).agent_state["actor"] for run in runs]
-    for other in weights[1:]:
-        assert all(torch.equal(weights[0][key], other[key]) for key in weights[0])
-
-
-def train_to(folder, *words, screen=("--quiet",)):
-    assert (
-        main(
-            [
-                "train",
-                "trpo",
-                "CartPole-v1",
-                "--n-steps",
-                "32",
-                "--n-envs",
-                "2",
-                "--lanes",
-                "2",
-                "--hidden",
-                "8",
-                "--steps",
-                "500",
-                "--out",
-                str(folder),
-                "--no-tensorboard",
-                *screen,
-                *words,
-            ]
-        )
-        == 0
-    )
+def train_to(folder, words="--quiet"):
+    options = "--n-steps 32 --n-envs 2 --lanes 2 --hidden 8 --steps 500 --no-tensorboard"
+    assert rollpipe(f"train trpo CartPole-v1 {options} --out {folder} {words}") == 0
     return folder
 
 
 def test_lag_and_workers_are_recorded(tmp_path):
-    records = read_metrics(train_to(tmp_path / "a", "--workers", "2", "--lag", "1"))
-    assert (
-        set(records["workers"]) == {2}
-        and records["lag"][0] == 0
-        and set(records["lag"][1:]) == {1}
-        and set(records["restarts"]) == {0}
-    )
+    records = read_metrics(train_to(tmp_path / "a", "--quiet --workers 2 --lag 1"))
+    assert records["lag"][0] == 0 and set(records["lag"][1:]) == {1}
+    assert set(records["workers"]) == {2} and set(records["restarts"]) == {0}
 
 
 def test_options_of_workers_that_change_nothing_are_told(tmp_path, capsys):
-    train_to(tmp_path / "a", "--restarts", "3", "--lag", "2")
-    assert (
-        "no workers (--workers N), so these options change nothing: lag=2, restarts=3"
-        in capsys.readouterr().out
-    )
-    train_to(tmp_path / "b", "--workers", "1", "--lag", "1")
+    train_to(tmp_path / "a", "--quiet --restarts 3 --lag 2")
+    told = "no workers (--workers N), so these options change nothing: lag=2, restarts=3"
+    assert told in capsys.readouterr().out
+    train_to(tmp_path / "b", "--quiet --workers 1 --lag 1")
     assert "no workers" not in capsys.readouterr().out
 
 
 def test_evaluations_are_recorded_while_training_and_the_last_one_is_shown(tmp_path, capsys):
-    records = read_metrics(train_to(tmp_path / "a", "--eval-every", "2", screen=()))
-    assert (
-        f"evaluated {records['eval_return_mean'][-1]:.4g}  "
-        in capsys.readouterr().err.splitlines()[-1]
-    )
+    records = read_metrics(train_to(tmp_path / "a", "--eval-every 2"))
+    last = {name: values[-1] for name, values in records.items()}
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert f"evaluated {last['eval_return_mean']:.4g}  " in shown
     versions = [v for v in records["eval_version"] if v == v]
-    assert (
-        versions
-        and versions[-1] == records["updates"][-1]
-        and max(records["eval_return_max"][-1:]) >= 8
-    )
-    low, middle, high, spread = (
-        records[f"eval_return_{name}"][-1] for name in ("min", "median", "max", "std")
-    )
-    assert low <= middle <= high and 0 <= spread <= high - low
-
-
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (("--workers", "3"), "--lanes 3"),
-        (("--lag", "-1"), "lag"),
-        (("--workers", "-1"), "got workers=-1"),
-        (("--order", "random"), "order"),
-        (("--eval-every", "-1"), "--eval-every"),
-    ],
-)
-def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):
-    assert (
-        main(["train", "trpo", "CartPole-v1", "--lanes", "2", "--out", str(tmp_path / "a"), *words])
-        == 2
-    )
-    assert told in capsys.readouterr().err and not (tmp_path / "a").exists()
+    assert versions[-1] == last["updates"] and last["eval_return_max"] >= 8
+    low, middle, high = (last[f"eval_return_{name}"] for name in ("min", "median", "max"))
+    assert low <= middle <= high and 0 <= last["eval_return_std"] <= high - low
 
 
 def test_a_module_that_is_missing_is_named_with_its_option(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "ppo", "CartPole-v1", "--steps", "64", "--import"]
-    assert main([*words, "nonsuch.part"]) == 2
-    expected = (
-        "error: --import nonsuch.part: No module named 'nonsuch'. Python looks in this folder"
-    )
-    assert expected in capsys.readouterr().err
+    words = "train ppo CartPole-v1 --steps 64 --import"
+    told = "error: --import nonsuch.part: No module named 'nonsuch'. Python looks in this folder"
+    assert told in error_of(capsys, f"{words} nonsuch.part")
 
     # The module is there, and imports one that is not.
     Path("needs_more.py").write_text("import nonsuch\n")
-    assert main([*words, "needs_more"]) == 2
-    assert "error: --import needs_more: No module named 'nonsuch'." in capsys.readouterr().err
+    told = "error: --import needs_more: No module named 'nonsuch'."
+    assert told in error_of(capsys, f"{words} needs_more")

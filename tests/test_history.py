@@ -5,9 +5,10 @@ import math
 import secrets
 
 import pytest
+from gallery import quietly, refused
 
 from rollpipe.pipes.data.errors import CheckpointError
-from rollpipe.runs import Wish, fork, resume, start, train
+from rollpipe.runs import Wish, fork, resume, start
 from rollpipe.runs.folder import load_run
 from rollpipe.settings.config import make_config
 from rollpipe.traces.history import HISTORY, REQUEST, History, config_at, read_request
@@ -35,7 +36,7 @@ def trained(run, edits=None, stop_at=None):
             path.write_text(json.dumps(dict(set=changes)))
         return Wish(stop="enough") if record["updates"] == stop_at else None
 
-    train(run, progress=False, tensorboard=False, callbacks=[after])
+    quietly(run, callbacks=[after])
     return run.folder
 
 
@@ -137,8 +138,9 @@ def test_a_checkpoint_without_a_history_is_refused(history, tmp_path):
             damaged.data()
         return
     run.checkpoint.write_bytes(damaged.data())
-    with pytest.raises(CheckpointError, match="not a configuration that was saved.*history"):
-        load_run(run.folder)
+    refused(
+        "not a configuration that was saved.*history", load_run, run.folder, error=CheckpointError
+    )
 
 
 # -- runs of before ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from urllib.request import urlopen
 import pytest
 from browser import WHY_NONE, browser
 from command_line import wait_for
+from gallery import quietly
 
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.graph.edits import nodes
@@ -20,7 +21,6 @@ from rollpipe.runs import Wish, open_run, start
 from rollpipe.runs.asking import view
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.mailbox import Mailbox
-from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 
 LONG = "a <run> whose name is so long that a narrow window has to break it"
@@ -38,38 +38,21 @@ def serving(*runs):
             thread.join()
 
 
-def new_run(folder, algorithm, steps):
-    return start(
-        folder,
-        make_config(
-            algorithm,
-            "CartPole-v1",
-            dict(n_envs=2, n_steps=32, hidden=(8,), engine="torch"),
-            steps=steps,
-        ),
-    )
-
-
 @pytest.fixture
-def over(tmp_path):
+def over(gallery, tmp_path):
     "A run that has ended."
-    run = new_run(tmp_path / "over", "trpo", 640)
-    train(run, progress=False, tensorboard=False)
-    return run
+    return open_run(gallery.copy("pole_trpo", tmp_path / "over"))
 
 
 @pytest.fixture
 def going(tmp_path, monkeypatch):
     "A run that trains in a thread."
     monkeypatch.setattr(Mailbox, "EVERY", 0.0)
-    run = new_run(tmp_path / LONG, "ppo", 10**9)
+    options = dict(n_envs=2, n_steps=32, hidden=(8,), engine="torch")
+    run = start(tmp_path / LONG, make_config("ppo", "CartPole-v1", options, steps=10**9))
     enough = threading.Event()
-    options = dict(
-        progress=False,
-        tensorboard=False,
-        callbacks=[lambda run, record: Wish(stop="enough" if enough.is_set() else None)],
-    )
-    training = threading.Thread(target=train, args=(run,), kwargs=options)
+    stop = lambda run, record: Wish(stop="enough" if enough.is_set() else None)
+    training = threading.Thread(target=quietly, args=(run,), kwargs=dict(callbacks=[stop]))
     training.start()
     try:
         wait_for(lambda: run.counters["updates"] > 2)
@@ -143,9 +126,9 @@ def test_the_field_sets_options_and_nothing_else(going, monkeypatch):
         for word in ("insert=rollpipe.testing:check_pipe", "do=stop", "timeout=3"):
             assert f"there is no option '{word.partition('=')[0]}'" in said(set=word)
         assert "has clip=0.05" in said(set="clip=0.05")
-        monkeypatch.setattr(
-            "rollpipe.runs.changes.load_run", lambda *args: 1 / 0
-        )  # the buttons need no module of the run
+
+        # The buttons need no module of the run.
+        monkeypatch.setattr("rollpipe.runs.changes.load_run", lambda *args: 1 / 0)
         assert "is saved after update" in said(do="save")
 
 
@@ -198,9 +181,8 @@ def test_the_page_asks_nobody_else(over, page):
 def test_a_silent_connection_keeps_nobody_waiting(over):
     with serving(over) as server, contextlib.ExitStack() as stack:
         for _ in range(20):
-            stack.enter_context(
-                socket.create_connection(("127.0.0.1", server.server_port))
-            ).sendall(b"GET / HT")
+            connection = socket.create_connection(("127.0.0.1", server.server_port))
+            stack.enter_context(connection).sendall(b"GET / HT")
         with urlopen(server.url, timeout=4) as page:
             assert b"<form" in page.read()
 
@@ -236,14 +218,13 @@ def test_a_late_answer_arrives(over, monkeypatch, capfd):
     with serving(over) as server:
         with urlopen(f"{server.url}ask", data=b"run=0&do=save", timeout=20) as page:
             assert b"late, but there" in page.read()
+
+        # The end of this connection resets it.
         answered.clear()
+        head = f"POST /{server.token}/ask HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: 1\r\n\r\nx"
         with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
-            gone.sendall(
-                f"POST /{server.token}/ask HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: 1\r\n\r\nx".encode()
-            )
-            gone.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )  # its end resets the connection
+            gone.sendall(head.encode())
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         assert answered.wait(20)
         time.sleep(0.2)
     assert "Traceback" not in capfd.readouterr().err
@@ -260,33 +241,21 @@ def test_a_long_request_is_refused(over, size):
 @pytest.mark.parametrize("algorithm, workers", [("dqn", 0), ("ppo", 0), ("ppo", 2)])
 def test_a_training_writes_what_its_stages_cost(tmp_path, algorithm, workers):
     "Without workers the shares of all stages, of the learner and of the rest are the whole time."
-    options = dict(
-        n_envs=2,
-        n_steps=32,
-        lanes=2,
-        hidden=(8,),
-        engine="torch",
-        **(dict(warmup=64) if algorithm == "dqn" else {}),
-    )
-    run = start(
-        tmp_path / "run",
-        make_config(algorithm, "CartPole-v1", options, steps=1280, workers=workers),
-    )
-    train(run, progress=False, tensorboard=False)
+    options = dict(n_envs=2, n_steps=32, lanes=2, hidden=(8,), engine="torch")
+    if algorithm == "dqn":
+        options["warmup"] = 64
+    config = make_config(algorithm, "CartPole-v1", options, steps=1280, workers=workers)
+    run = quietly(start(tmp_path / "run", config))
     found = Profile.load(run.folder / "costs.json")
-    assert (
-        found.stages[-1].label == LEARNER
-        and found.n_items == run.counters["updates"] - 1
-        and found.steps_per_s > 0
-    )
+    assert found.stages[-1].label == LEARNER and found.steps_per_s > 0
+    assert found.n_items == run.counters["updates"] - 1
     assert not any("timer" in vars(pipe) for pipe in nodes(run.pipe))
-    measured = [x for x in found.stages if x.place != "workers"]
-    assert sum(x.share for x in measured) + found.other == pytest.approx(1, abs=0.02)
+    shares = [stage.share for stage in found.stages if stage.place != "workers"]
+    assert sum(shares) + found.other == pytest.approx(1, abs=0.02)
     assert len(found.workers) == workers and all(0 < x.busy <= 1 for x in found.workers)
-    assert all(
-        text in view(run.folder)
-        for text in ("the learner", "items/s", *[f"worker {k}: busy" for k in range(workers)])
-    )
+    shown = view(run.folder)
+    texts = ["the learner", "items/s", *(f"worker {k}: busy" for k in range(workers))]
+    assert all(text in shown for text in texts)
 
 
 @pytest.mark.slow
@@ -302,11 +271,11 @@ def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr("rollpipe.runs.asking.sleep", interrupt)
-    open_run(going.folder).live()
-    assert len(shown) == len(cleared) == 2 and all(
-        "a process trains it" in x and "<svg" in x for x in shown
-    )
-    open_run(going.folder).ask(steps=going.counters["steps"] + 6400)
+    run = open_run(going.folder)
+    run.live()
+    assert len(shown) == len(cleared) == 2
+    assert all("a process trains it" in x and "<svg" in x for x in shown)
+    run.ask(steps=going.counters["steps"] + 6400)
     wait_for(lambda: not (going.folder / "lock").exists())
-    open_run(going.folder).live()
+    run.live()
     assert "no process trains it" in shown[2] and len(shown) == 3

@@ -1,6 +1,5 @@
 "A loop in Python that `resumed` and `saved` keep in a file: the whole equals a part and the rest, bit for bit."
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -8,9 +7,9 @@ import signal
 from functools import partial
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
+from gallery import in_a_process, refused
 from reference import snapshot
 
 from rollpipe.agents import DQN, PPO, checkpoint
@@ -19,7 +18,6 @@ from rollpipe.agents.intrinsic import RND, Distillation
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import (
     CheckpointError,
-    DataError,
     EnvError,
     Lanes,
     ProcessReading,
@@ -33,6 +31,7 @@ from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import locked, owner_of
 
 pytestmark = pytest.mark.timeout(300)
+
 POLE = "CartPole-v1"
 
 
@@ -87,18 +86,23 @@ def assert_equal(a, b):
 @pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0)])
 @pytest.mark.parametrize("make", [ppo, dqn, rnd])
 def test_the_whole_equals_a_part_and_the_rest(make, workers, tmp_path):
-    whole, weights = go_on(tmp_path / "whole.safetensors", make, 5)
-    first, _ = go_on(tmp_path / "run.safetensors", make, 2, workers[0])
-    rest, found = go_on(tmp_path / "run.safetensors", make, 5, workers[1])
-    assert_equal((whole, weights), (first + rest, found))
+    check_parts(tmp_path, make, (2, 5), workers)
+
+
+def check_parts(folder, make, ends, workers, **options):
+    "A loop that goes on up to each of the updates gives what it gives in one go."
+    whole, weights = go_on(folder / "whole.safetensors", make, ends[-1], **options)
+    found = []
+    for until, n_workers in zip(ends, workers):
+        more, last = go_on(folder / "run.safetensors", make, until, n_workers, **options)
+        found += more
+    assert_equal((whole, weights), (found, last))
 
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("make", [ppo, dqn])
 def test_a_loop_goes_on_many_times(make, tmp_path):
-    whole, weights = go_on(tmp_path / "whole.safetensors", make, 5)
-    parts = [go_on(tmp_path / "run.safetensors", make, k + 1, k % 3) for k in range(5)]
-    assert_equal((whole, weights), ([x for found, _ in parts for x in found], parts[-1][1]))
+    check_parts(tmp_path, make, (1, 2, 3, 4, 5), (0, 1, 2, 0, 1))
 
 
 def test_what_came_after_the_file_is_repeated(tmp_path):
@@ -108,22 +112,20 @@ def test_what_came_after_the_file_is_repeated(tmp_path):
 
 
 def test_a_lagging_stream_goes_on_and_another_lag_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
     whole, weights = go_on(tmp_path / "whole.safetensors", ppo, 5, 1, lag=1)
-    first, _ = go_on(tmp_path / "run.safetensors", ppo, 2, 2, lag=1)
-    with pytest.raises(DataError, match="lag=1 when it was saved, and now 0"):
-        go_on(tmp_path / "run.safetensors", ppo, 5, 2)
-    rest, found = go_on(tmp_path / "run.safetensors", ppo, 5, 1, lag=1)
+    first, _ = go_on(path, ppo, 2, 2, lag=1)
+    refused("lag=1 when it was saved, and now 0", go_on, path, ppo, 5, 2)
+    rest, found = go_on(path, ppo, 5, 1, lag=1)
     assert_equal((whole, weights), (first + rest, found))
 
 
 def test_chunks_that_no_file_names_are_removed(tmp_path):
+    path = tmp_path / "run.safetensors"
     for n in (3, 4, 5):
-        go_on(path := tmp_path / "run.safetensors", dqn, n)
-        named = {x for x in re.findall(rb"[0-9a-f]{64}\.chunk", path.read_bytes())}
-        assert (
-            named
-            and {x.name.encode() for x in (tmp_path / "run.safetensors.replay").iterdir()} == named
-        )
+        go_on(path, dqn, n)
+        named = {name.decode() for name in re.findall(rb"[0-9a-f]{64}\.chunk", path.read_bytes())}
+        assert named and {*os.listdir(f"{path}.replay")} == named
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -135,9 +137,9 @@ def test_a_save_that_fails_leaves_a_file_that_goes_on(every, tmp_path, monkeypat
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patch:
         patch.setattr("rollpipe.runs.loops.save_checkpoint", full)
-        go_on(path, dqn, 6)
+        refused("No space", go_on, path, dqn, 6, error=OSError)
     rest, found = go_on(path, dqn, 6)
     assert_equal((whole, weights), (first + rest, found))
 
@@ -160,48 +162,23 @@ def killed(path):
 def test_a_loop_that_is_killed_while_it_saves_goes_on(tmp_path):
     whole, weights = go_on(tmp_path / "whole.safetensors", dqn, 6)
     path = tmp_path / "run.safetensors"
-    child = multiprocessing.get_context("fork").Process(target=killed, args=(path,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
+    in_a_process(lambda: killed(path), -signal.SIGKILL)
     rest, found = go_on(path, dqn, 6)
     assert_equal((whole[2:], weights), (rest, found))
-    assert {x.name for x in tmp_path.iterdir()} == {
-        f"{name}.safetensors{end}"
-        for name in ("whole", "run")
-        for end in ("", ".replay", ".journal")
-    }
-
-
-def second(path, answers):
-    try:
-        go_on(path, ppo, 1)
-    except DataError as e:
-        answers.put(str(e))
-    else:
-        answers.put("went on")
+    ends = ("", ".replay", ".journal")
+    names = {f"{name}.safetensors{end}" for name in ("whole", "run") for end in ends}
+    assert {*os.listdir(tmp_path)} == names
 
 
 def test_two_processes_do_not_go_on_with_one_file(tmp_path):
     "The second one is refused, also while the file does not exist yet, and goes on as soon as the first one is over."
-    context = multiprocessing.get_context("fork")
     path = tmp_path / "run.safetensors"
-    answers = context.SimpleQueue()
-
-    def other():
-        child = context.Process(target=second, args=(path, answers))
-        child.start()
-        answer = answers.get()
-        child.join(60)
-        return answer
-
+    expected = f"another process is training with {path}. Expected another file, got process {os.getpid()}."
     pipe, agent = ppo()
     with resumed(path, pipe, agent):
-        assert (
-            other()
-            == f"another process is training with {path}. Expected another file, got process {os.getpid()}."
-        )
-    assert other() == "went on" and [x.name for x in tmp_path.glob("*.lock")] == []
+        in_a_process(lambda: refused(re.escape(expected), go_on, path, ppo, 1))
+    in_a_process(lambda: go_on(path, ppo, 1))
+    assert [x.name for x in tmp_path.glob("*.lock")] == []
 
 
 # --- what does not fit
@@ -211,37 +188,34 @@ def test_files_that_do_not_fit_are_refused_and_stay(tmp_path):
     path = tmp_path / "run.safetensors"
     go_on(path, ppo, 2)
     good = path.read_bytes()
-    with pytest.raises(CheckpointError, match="does not fit the agent"):
-        go_on(path, partial(ppo, hidden=16), 3)
-    with pytest.raises(CheckpointError, match="does not fit the agent"):
-        go_on(path, dqn, 3)
+    for other in (partial(ppo, hidden=16), dqn):
+        refused("does not fit the agent", go_on, path, other, 3, error=CheckpointError)
     assert path.read_bytes() == good
-
-    path.write_bytes(good[:-9] + bytes(9))
-    with pytest.raises(CheckpointError, match="damaged"):
-        go_on(path, ppo, 3)
-    path.write_bytes(good[:100])
-    with pytest.raises(CheckpointError, match="damaged"):
-        go_on(path, ppo, 3)
+    for damaged in (good[:-9] + bytes(9), good[:100]):
+        path.write_bytes(damaged)
+        refused("damaged", go_on, path, ppo, 3, error=CheckpointError)
     save_checkpoint(path, ppo()[1], {}, dict(updates=1))
-    with pytest.raises(CheckpointError, match="not the file of a loop"):
-        go_on(path, ppo, 3)
-    with pytest.raises(CheckpointError, match="not the checkpoint of a run"):
-        load_run(path)
+    refused("not the file of a loop", go_on, path, ppo, 3, error=CheckpointError)
+    refused("not the checkpoint of a run", load_run, path, error=CheckpointError)
 
 
 def test_a_state_of_a_pipe_that_is_gone_is_refused(tmp_path):
     go_on(tmp_path / "run.safetensors", rnd, 2)
-    with pytest.raises(CheckpointError, match="lacks pipes that learned"):
-        go_on(tmp_path / "run.safetensors", ppo, 3)
+    refused(
+        "lacks pipes that learned",
+        go_on,
+        tmp_path / "run.safetensors",
+        ppo,
+        3,
+        error=CheckpointError,
+    )
 
 
 def test_missing_chunks_are_named(tmp_path):
     go_on(tmp_path / "run.safetensors", dqn, 3)
     chunk = next((tmp_path / "run.safetensors.replay").iterdir())
     chunk.unlink()
-    with pytest.raises(CheckpointError, match=chunk.name):
-        go_on(tmp_path / "run.safetensors", dqn, 4)
+    refused(chunk.name, go_on, tmp_path / "run.safetensors", dqn, 4, error=CheckpointError)
 
 
 def test_a_setting_that_changed_is_named_in_the_log(tmp_path, caplog):
@@ -257,8 +231,7 @@ def test_a_setting_that_changed_is_named_in_the_log(tmp_path, caplog):
 @pytest.mark.parametrize("options", [dict(lag=None), dict(lag=1, order="ready")])
 def test_the_clock_orders_no_exact_loop(options, tmp_path):
     name = "lag=None" if options["lag"] is None else "order='ready'"
-    with pytest.raises(DataError, match=name):
-        go_on(tmp_path / "run.safetensors", ppo, 2, 1, **options)
+    refused(name, go_on, tmp_path / "run.safetensors", ppo, 2, 1, **options)
     assert not [*tmp_path.iterdir()]
 
 
@@ -267,11 +240,9 @@ def lent():
 
 
 def test_an_inexact_loop_begins_new_episodes(tmp_path):
-    pipe, agent = lent()
     path = tmp_path / "run.safetensors"
-    with pytest.raises(DataError, match="lent"):
-        with resumed(path, pipe, agent):
-            pass
+    pipe, agent = lent()
+    refused("lent", resumed(path, pipe, agent).__enter__)
     for k in range(2):
         with resumed(path, pipe, agent, exact=False) as (loader, update):
             assert update == k
@@ -279,9 +250,7 @@ def test_an_inexact_loop_begins_new_episodes(tmp_path):
             assert (batch.state.stepno[0] == 0).all()
             agent.update(batch)
             saved(path, loader, agent, update + 1)
-    with pytest.raises(DataError, match="lent"):
-        with resumed(path, pipe, agent):
-            pass
+    refused("lent", resumed(path, pipe, agent).__enter__)
 
 
 def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
@@ -290,61 +259,32 @@ def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
     with resumed(path, pipe, agent, ProcessReading(1, lag=None), exact=False) as (loader, update):
         agent.update(next(loader))
         saved(path, loader, agent, 1)
-    with pytest.raises(DataError, match="lag=None"):
-        go_on(path, ppo, 2)
-
-
-class OfAProcess(gym.Wrapper):
-    """Observations that depend on the process, which no test within one process can find.
-
-    It tells its state, because a replay of its actions would find that they are others.
-    """
-
-    def get_state(self):
-        names = ("state", "steps_beyond_terminated", "_np_random")
-        return {name: getattr(self.unwrapped, name) for name in names}
-
-    def set_state(self, state):
-        vars(self.unwrapped).update(state)
-
-    def step(self, action):
-        obs, *rest = self.env.step(action)
-        return obs * np.float32(1 + os.getpid() % 1000 / 1e6), *rest
-
-
-gym.register("OfALoop-v0", lambda **_: OfAProcess(gym.make(POLE).unwrapped), max_episode_steps=500)
+    refused("lag=None", go_on, path, ppo, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [partial(ppo, env="OfALoop-v0"), partial(dqn, env="OfALoop-v0")])
+@pytest.mark.parametrize(
+    "make", [partial(ppo, env="OfAProcess-v0"), partial(dqn, env="OfAProcess-v0")]
+)
 def test_what_goes_on_otherwise_in_a_new_process_is_told(make, workers, tmp_path, caplog):
     "The file has two updates; the third one, and a fourth, are made once more. A new file is compared with nothing."
     path = tmp_path / "run.safetensors"
     in_a_process(lambda: go_on(path, make, 2) and go_on(path, make, 4, every=9))
     before = path.read_bytes()
+    told = "does not go on as it did before: update 3"
     for _ in range(2):
-        with pytest.raises(
-            DataError, match="leaf exact: .* does not go on as it did before: update 3: .*state"
-        ):
-            go_on(path, make, 5, workers)
+        refused(f"leaf exact: .* {told}: .*state", go_on, path, make, 5, workers)
         assert path.read_bytes() == before
     pipe, agent = make()
     with resumed(path, pipe, agent, exact=False) as (loader, done):
         for _, batch in zip(range(done, 5), loader):
             agent.update(batch)
-    assert caplog.text.count("does not go on as it did before: update 3") == 1
+    assert caplog.text.count(told) == 1
     path.unlink()
     caplog.clear()
     go_on(path, make, 5, workers)
     assert not caplog.messages
-
-
-def in_a_process(main):
-    child = multiprocessing.get_context("fork").Process(target=main)
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
 
 
 class Failing(gym.Wrapper):
@@ -358,6 +298,7 @@ class Failing(gym.Wrapper):
 
 def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_path, monkeypatch):
     path = tmp_path / "run.safetensors"
+    no_state = "the stream has no state"
     pipe, agent = ppo(env=lambda: Failing(gym.make("CartPole-v1")))
     with resumed(path, pipe, agent) as (loader, update):
         for _ in range(2):
@@ -365,35 +306,29 @@ def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_pa
         saved(path, loader, agent, 2)
         good = path.read_bytes()
         monkeypatch.setattr(Failing, "broken", True)
-        with pytest.raises(EnvError):
-            next(loader)
-        with pytest.raises(DataError, match="the stream has no state"):
-            saved(path, loader, agent, 3)
+        refused("", next, loader, error=EnvError)
+        refused(no_state, saved, path, loader, agent, 3)
     pipe, agent = ppo()
     with resumed(tmp_path / "other.safetensors", pipe, agent) as (loader, update):
         next(loader)
-    with pytest.raises(DataError, match="the stream has no state"):
-        saved(path, loader, agent, 3)
+    refused(no_state, saved, path, loader, agent, 3)
     assert path.read_bytes() == good and not (tmp_path / "other.safetensors").exists()
 
 
 def test_the_lock_of_a_killed_process_does_not_count(tmp_path):
     "Another process may have its number since, in a container above all. Nor does that of the run of which this one is a copy."
-    context = multiprocessing.get_context("fork")
     run = tmp_path / "run"
     run.mkdir()
     assert owner_of(run) == ""
     (run / "lock").write_text(f"{os.getppid()}\n")
     assert owner_of(run) == ""
+    here = str(os.getpid())
+
+    def check():
+        assert owner_of(run) == here
+        assert owner_of(shutil.copytree(run, tmp_path / "copy")) == ""
+
     with locked(run):
-        assert owner_of(run) == str(os.getpid())
-        answers = context.SimpleQueue()
-        other = context.Process(
-            target=lambda: answers.put(
-                [owner_of(run), owner_of(shutil.copytree(run, tmp_path / "copy"))]
-            )
-        )
-        other.start()
-        assert answers.get() == [str(os.getpid()), ""]
-        other.join(60)
+        assert owner_of(run) == here
+        in_a_process(check)
     assert owner_of(run) == ""

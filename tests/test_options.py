@@ -4,6 +4,7 @@ from textwrap import indent, wrap
 
 import pytest
 from fastcore.meta import delegates
+from gallery import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -69,8 +70,7 @@ def test_a_number_with_a_unit_is_exact(n, digits, unit):
 
 @pytest.mark.parametrize("text", ["1.2345k", "k", "1kk", "infk", "nank", "1e400m"])
 def test_what_is_no_number_with_a_unit(text):
-    with pytest.raises(ValueError, match="is not int"):
-        parse_value(text, ("int",))
+    refused("is not int", parse_value, text, ("int",), error=ValueError)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from command_line import SMALL, rollpipe, settings
+from command_line import SMALL_LINE, error_of, rollpipe, settings
+from gallery import files_of, refused
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.agents.evaluate import Evaluation
-from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.runs import load_agent, pack
 from rollpipe.runs.folder import load_run
@@ -35,25 +36,9 @@ OBS = np.array([[0.1, 0.0, -0.1, 0.2], [-0.2, 0.3, 0.1, 0.0]], np.float32)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pack") / "run"
-    assert (
-        rollpipe(
-            "train",
-            "a2c",
-            "CartPole-v1",
-            "--steps",
-            1024,
-            "--eval-every",
-            "512 steps",
-            "--eval-episodes",
-            2,
-            "--final-episodes",
-            2,
-            "--out",
-            folder,
-            *SMALL,
-        )
-        == 0
-    )
+    evaluated = "--eval-every '512 steps' --eval-episodes 2 --final-episodes 2"
+    words = f"train a2c CartPole-v1 --steps 1024 {evaluated} {SMALL_LINE} --out"
+    assert rollpipe(words, folder) == 0
     return folder
 
 
@@ -64,58 +49,55 @@ def run(trained, tmp_path):
 
 def front_matter(text):
     _, front, body = text.split("---\n", 2)
-    return {
-        name: json.loads(value)
-        for name, _, value in (line.partition(": ") for line in front.splitlines())
-    }, body
+    lines = (line.partition(": ") for line in front.splitlines())
+    return {name: json.loads(value) for name, _, value in lines}, body
 
 
 def same_policy(a, b):
-    return all(
-        np.array_equal(x, y)
-        for x, y in zip(a.actor.state_dict().values(), b.actor.state_dict().values())
-    ) and np.array_equal(a.actor.predict(OBS)[0], b.actor.predict(OBS)[0])
+    states = (agent.actor.state_dict() for agent in (a, b))
+    answers = (agent.actor.predict(OBS)[0] for agent in (a, b))
+    return first_difference(*states) is None and np.array_equal(*answers)
 
 
 @pytest.mark.slow
 def test_what_a_pack_holds(run, capsys):
-    assert rollpipe("pack", run, "--episodes", 3, "--seed", 0) == 0
+    packed = run / "pack"
+    assert rollpipe(f"pack {run} --episodes 3 --seed 0") == 0
     out = capsys.readouterr().out
-    has = {path.name for path in (run / "pack").iterdir()}
-    assert (
-        {"README.md", "checkpoint.safetensors", "config.json", "fingerprint.json", "curve.png"}
-        <= has
-        <= {*PACK_FILES}
-    )
-    assert ("policy.onnx" in has) == bool(
-        find_spec("onnx") and find_spec("onnxscript")
-    ) and "hf upload OWNER/NAME" in out
-    front, body = front_matter((run / "pack" / "README.md").read_text())
+    has = {*os.listdir(packed)}
+    least = {"README.md", "checkpoint.safetensors", "config.json", "fingerprint.json", "curve.png"}
+    assert least <= has <= {*PACK_FILES} and "hf upload OWNER/NAME" in out
+    assert ("policy.onnx" in has) == bool(find_spec("onnx") and find_spec("onnxscript"))
+
+    # The card has the numbers of the same episodes.
+    front, body = front_matter((packed / "README.md").read_text())
     (result,) = front["model-index"][0]["results"]
-    assert front["library_name"] == "rollpipe" and {
-        "a2c",
-        "CartPole-v1",
-        "reinforcement-learning",
-    } <= {*front["tags"]}
-    assert rollpipe("evaluate", run / "pack", "--episodes", 3, "--seed", 0) == 0
-    told = capsys.readouterr().out.strip()  # the same episodes
+    assert front["library_name"] == "rollpipe"
+    assert {"a2c", "CartPole-v1", "reinforcement-learning"} <= {*front["tags"]}
+    assert rollpipe(f"evaluate {packed} --episodes 3 --seed 0") == 0
+    told = capsys.readouterr().out.strip()
     assert told in body and result["dataset"]["name"] == "CartPole-v1"
-    assert float(result["metrics"][0]["value"].split()[0]) == pytest.approx(
-        float(told.split()[1]), abs=0.06
-    )
-    assert (
-        "![the learning curve](curve.png)" in body
-        and "| `n_envs` | `4` |" in body
-        and "EnvStepper(CartPole-v1" in body
-    )
-    assert same_policy(load_agent(run), load_agent(run / "pack"))
-    found, packed = (
-        load_checkpoint(folder / "checkpoint.safetensors") for folder in (run, run / "pack")
-    )
-    assert (
-        packed.config == json.loads((run / "pack" / "config.json").read_text()) == found.config
-        and packed.stream is None
-    )
+    value = float(result["metrics"][0]["value"].split()[0])
+    assert value == pytest.approx(float(told.split()[1]), abs=0.06)
+    for text in (
+        "![the learning curve](curve.png)",
+        "| `n_envs` | `4` |",
+        "EnvStepper(CartPole-v1",
+    ):
+        assert text in body
+
+    # The policy and the configuration are those of the run.
+    assert same_policy(load_agent(run), load_agent(packed))
+    ours, theirs = (load_checkpoint(x / "checkpoint.safetensors") for x in (run, packed))
+    config = json.loads((packed / "config.json").read_text())
+    assert theirs.config == config == ours.config and theirs.stream is None
+
+
+def film(run, update):
+    "The path of a film of a run, which has the number of its update as its content."
+    path = run / "videos" / f"update-{update:06}.gif"
+    path.write_bytes(b"%d" % update)
+    return path
 
 
 @pytest.mark.slow
@@ -129,115 +111,87 @@ def test_no_file_of_a_pack_is_a_pickle(run):
 
 
 @pytest.mark.slow
-def test_a_pack_is_made_again_and_trained_again(run, capsys, tmp_path):
+def test_a_pack_is_made_again_and_trained_again(run, tmp_path):
     (run / "videos").mkdir()
+    shared = tmp_path / "shared"
     last = int(load_run(run).counters["updates"])
     found = load_run(run, best=True)
     best = last - 2
-    write_atomically(
-        run / "best.safetensors",
-        found._replace(counters={**found.counters, "updates": best}).data(),
-    )
+    data = found._replace(counters={**found.counters, "updates": best}).data()
+    write_atomically(run / "best.safetensors", data)
     for n in (best, last, 1_000_000, 2_000_000):
-        (run / "videos" / f"update-{n:06}.gif").write_bytes(b"%d" % n)
-    for n, is_best in ((last, False), (best, True)):  # the film is one of this policy
-        folder = pack(run, tmp_path / "shared", best=is_best, episodes=1)
-        assert (
-            folder / "replay.gif"
-        ).read_bytes() == b"%d" % n and "![an episode](replay.gif)" in (
-            folder / "README.md"
-        ).read_text()
-    (
-        run / "videos" / f"update-{best:06}.gif"
-    ).unlink()  # or of an earlier one, or of the first one; then the card says so
+        film(run, n)
+
+    def packed(shown, caption, **options):
+        "The pack has the film of this update, with this caption."
+        folder = pack(run, shared, episodes=1, **options)
+        assert (folder / "replay.gif").read_bytes() == b"%d" % shown
+        assert f"![{caption}](replay.gif)" in (folder / "README.md").read_text()
+        return folder
+
+    # The film is one of this policy,
+    packed(last, "an episode", best=False)
+    packed(best, "an episode", best=True)
+    film(run, best).unlink()
+
+    # or of the first one after it, or of an earlier one; then the card says so.
     for n in (last, best - 1):
-        (run / "videos" / f"update-{n:06}.gif").write_bytes(b"%d" % n)
-        folder = pack(run, tmp_path / "shared", best=True, episodes=1)
-        text = (folder / "README.md").read_text()
-        assert (
-            (folder / "replay.gif").read_bytes() == b"%d" % n
-            and f"![an episode of the policy after update {n}](replay.gif)" in text
-        )
+        film(run, n)
+        caption = f"an episode of the policy after update {n}"
+        folder = packed(n, caption, best=True)
     assert same_policy(load_agent(folder), load_agent(run, best=True))
     shutil.rmtree(run / "videos")
-    assert (
-        pack(run, tmp_path / "shared", episodes=1) == folder
-        and not (folder / "replay.gif").exists()
-    )
-    assert (
-        rollpipe(
-            "train",
-            "a2c",
-            "CartPole-v1",
-            "--config",
-            folder / "config.json",
-            "--out",
-            tmp_path / "again",
-            "--quiet",
-        )
-        == 0
-    )
-    assert same_policy(load_agent(tmp_path / "again"), load_agent(folder))
+    assert pack(run, shared, episodes=1) == folder and not (folder / "replay.gif").exists()
+    again = tmp_path / "again"
+    words = f"train a2c CartPole-v1 --config {folder}/config.json --out {again} --quiet"
+    assert rollpipe(words) == 0
+    assert same_policy(load_agent(again), load_agent(folder))
 
 
-def test_the_card_of_a_fork_and_of_an_edited_run_says_so(run, tmp_path):
-    found = load_run(run)
+def test_the_card_of_a_fork_and_of_an_edited_run_says_so(gallery):
+    found = load_run(gallery.original("ppo"))
+    evaluation = Evaluation(*np.ones((2, 1)), np.ones(1, bool))
     edit = dict(event="edited", at=2, insert="m:scaled", kwargs=dict(by=2))
     fork = dict(event="forked", at=1, run="base", set=dict(lr=0.1), kept={}, inexact=None)
     for history, told in (
         ([fork], "a fork of base after update 1, with lr=0.1"),
         ([*found.history, edit], "m:scaled(by=2) after update 2"),
     ):
-        text = card(
-            found._replace(history=History(history)),
-            Evaluation(*np.ones((2, 1)), np.ones(1, bool)),
-            "",
-            set(),
-        )
-        assert (
-            f"These options alone do not train it again: {told}." in text
-            and "trains it again" not in text
-        )
+        text = card(found._replace(history=History(history)), evaluation, "", set())
+        assert f"These options alone do not train it again: {told}." in text
+        assert "trains it again" not in text
 
 
 @pytest.mark.slow
 def test_a_pack_takes_the_place_of_nothing_else(run, tmp_path):
     other = Path(shutil.copytree(run, tmp_path / "other"))
     begun = tmp_path / "begun"
-    told = tmp_path / "told"
-    for folder in (begun, told):
-        folder.mkdir()
-    (told / "README.md").write_text("mine")
+    begun.mkdir()
     for name in ("config.json", "checkpoint.safetensors"):
         shutil.copy(run / name, begun / name)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("mine")
     packed = pack(run, tmp_path / "packed", episodes=1)
-    for source, out in ((run, other), (run, run), (run, begun), (run, told), (packed, packed)):
-        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        with pytest.raises(
-            DataError,
-            match="has other files. Expected a new folder, or one that `rollpipe pack` has written",
-        ):
-            pack(source, out, episodes=1)
-        assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    told = "has other files. Expected a new folder, or one that `rollpipe pack` has written"
+    for source, out in ((run, other), (run, run), (run, begun), (run, mine), (packed, packed)):
+        before = files_of(out)
+        refused(told, pack, source, out, episodes=1)
+        assert before == files_of(out)
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_client_the_extra_is_named(run, monkeypatch, capsys):
+def test_without_the_client_the_extra_is_named(gallery, monkeypatch, capsys):
+    "Before any work"
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    for words in (
-        ("evaluate", "hf://some/one"),
-        ("pack", run, "--episodes", 1, "--push", "some/one"),
-    ):
-        assert rollpipe(*words) == 2
-        out, err = capsys.readouterr()
-        assert "pip install 'rollpipe[hub]'" in err and not out  # before any work
+    run = gallery.original("ppo")
+    for words in ("evaluate hf://some/one", f"pack {run} --episodes 1 --push some/one"):
+        assert "pip install 'rollpipe[hub]'" in error_of(capsys, words)
     assert local_copy("some/one") == "some/one"  # a path asks no hub
-    with pytest.raises(
-        DataError, match="some/one: there is no such run. Expected a path, or hf://OWNER/NAME"
-    ):
-        load_agent("some/one")
+    told = "some/one: there is no such run. Expected a path, or hf://OWNER/NAME"
+    refused(told, load_agent, "some/one")
 
 
 @pytest.mark.slow
@@ -265,14 +219,14 @@ def test_a_run_goes_to_a_hub_and_back(run, monkeypatch, capsys, tmp_path):
         SimpleNamespace(HfApi=HfApi, snapshot_download=snapshot_download),
     )
     assert (
-        rollpipe("pack", run, "--episodes", 1, "--push", "some/one") == 0
+        rollpipe("pack", run, "--episodes 1 --push some/one") == 0
         and "https://hub/some/one" in capsys.readouterr().out
     )
     assert 'load_agent("hf://some/one")' in (tmp_path / "hub" / "README.md").read_text()
     assert same_policy(load_agent("hf://some/one@v2"), load_agent(run))
     assert told == [("create", "some/one", True), ("upload", "some/one"), ("download", "v2", False)]
-    assert rollpipe("evaluate", "hf://some/one", "--episodes", 1) == 0
-    assert rollpipe("evaluate", "hf://no/one", "--episodes", 1) == 2
+    assert rollpipe("evaluate hf://some/one --episodes 1") == 0
+    assert rollpipe("evaluate hf://no/one --episodes 1") == 2
     assert "hf://no/one: cannot be downloaded. Expected hf://OWNER/NAME" in capsys.readouterr().err
 
 

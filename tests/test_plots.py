@@ -7,19 +7,19 @@ import sys
 
 import numpy as np
 import pytest
+from gallery import refused
 
-from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.collect import Result, differing_options
-from rollpipe.runs import start, train
+from rollpipe.runs.evaluations import read_evaluations
 from rollpipe.runs.plots import group_runs, learning_curve, smooth, svg
-from rollpipe.settings.config import make_config
 from rollpipe.traces.history import History
 
 FIRST_CELL = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-found = shell.run_cell(f"from rollpipe.runs.plots import learning_curve; learning_curve({sys.argv[1]!r})")
+found = shell.run_cell(f"from rollpipe.runs.evaluations import read_evaluations
+from rollpipe.runs.plots import learning_curve; learning_curve({sys.argv[1]!r})")
 assert "matplotlib.pyplot" not in sys.modules
 shell.display_formatter.active_types = shell.display_formatter.format_types  # as in a notebook
 shell.display_formatter.active_types = shell.display_formatter.format_types  # as in a notebook
@@ -78,98 +78,95 @@ def test_names_are_no_formulas_and_none_is_left_out(run):
     assert "> _a</text>" in text and ">b $\\frac$</text>" in text
 
 
-def planted(folder, records, history=(), **config):
+def planted(folder, records=(), history=(), **config):
     folder.mkdir()
     History(history).write(folder)
-    (folder / "config.json").write_text(
-        json.dumps(dict(dict(algorithm="ppo", env="Toy", options={}), **config))
-    )
+    config = {**dict(algorithm="ppo", env="Toy", options={}), **config}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder
 
 
-def test_what_is_no_seed_is_a_line_of_its_own(tmp_path):
-    "A name of one's own says nothing about environment and algorithm, and options of the run may change what is learned."
-    cases = [
-        dict(env="Toy"),
-        dict(env="Other"),
-        dict(algorithm="trpo"),
-        dict(intrinsic=0.1),
-        dict(intrinsic=0.5),
-        dict(intrinsic=0.0, seed=1),
-    ]
-    runs = [
-        planted(tmp_path / str(k), [dict(steps=1, return_mean=k)], name="mine", **x)
-        for k, x in enumerate(cases)
-    ]
-    assert [[path.name for path in group] for group in group_runs(runs).values()] == [
-        ["0", "5"],
-        ["1"],
-        ["2"],
-        ["3"],
-        ["4"],
-    ]
-    assert [*group_runs(runs[:2])] == ["mine, env=Toy", "mine, env=Other"] and [
-        *group_runs([runs[0], runs[5]])
-    ] == ["mine"]
+GAMMA = dict(options=dict(gamma=0.9), env_kwargs=dict(gamma=1))
 
 
-def test_an_argument_of_the_environment_may_have_the_name_of_an_option_and_a_lag_is_no_seed(
-    tmp_path,
-):
-    cases = [
-        dict(env_kwargs=dict(noise=0.1)),
-        dict(env_kwargs=dict(noise=0.5)),
-        *(dict(options=dict(gamma=x), env_kwargs=dict(gamma=1)) for x in (0.9, 0.99)),
-        dict(options=dict(gamma=0.9), env_kwargs=dict(gamma=2)),
-        dict(workers=2, lag=0),
-        dict(workers=2, lag=1),
-        dict(lag=1),
-    ]
-    runs = [planted(tmp_path / str(k), [], **x) for k, x in enumerate(cases)]
-    assert [[path.name for path in group] for group in group_runs(runs).values()] == [
-        ["0"],
-        ["1"],
-        ["2"],
-        ["3"],
-        ["4"],
-        ["5", "7"],
-        ["6"],
-    ]
-    assert [*group_runs(runs[:2])] == [
-        "ppo Toy, env_kwargs noise=0.1",
-        "ppo Toy, env_kwargs noise=0.5",
-    ]
-    group = [Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases[2:5])]
+BEGAN = dict(event="began", at=0, kept={}, inexact=None)
+
+
+EDIT = dict(event="edited", at=1, insert="my:scaled", kwargs=dict(by=0.1))
+
+
+ORIGIN = dict(BEGAN, event="forked", run="0", at=1, set={})
+
+
+@pytest.mark.parametrize(
+    "cases, expected, names",
+    [
+        # A name of one's own says nothing about environment and algorithm, and options of the run may change what is learned.
+        (
+            [
+                dict(name="mine", **config)
+                for config in (
+                    dict(env="Toy"),
+                    dict(env="Other"),
+                    dict(algorithm="trpo"),
+                    dict(intrinsic=0.1),
+                    dict(intrinsic=0.5),
+                    dict(intrinsic=0.0, seed=1),
+                )
+            ],
+            "05 1 2 3 4",
+            {"01": "mine, env=Toy; mine, env=Other", "05": "mine"},
+        ),
+        # An argument of the environment may have the name of an option, and a lag is no seed.
+        (
+            [
+                dict(env_kwargs=dict(noise=0.1)),
+                dict(env_kwargs=dict(noise=0.5)),
+                GAMMA,
+                dict(GAMMA, options=dict(gamma=0.99)),
+                dict(GAMMA, env_kwargs=dict(gamma=2)),
+                dict(workers=2, lag=0),
+                dict(workers=2, lag=1),
+                dict(lag=1),
+            ],
+            "0 1 2 3 4 57 6",
+            {"01": "ppo Toy, env_kwargs noise=0.1; ppo Toy, env_kwargs noise=0.5"},
+        ),
+        # An inserted pipe and other noise make no seeds.
+        (
+            [
+                {},
+                dict(seed=1),
+                dict(history=[BEGAN, EDIT]),
+                dict(history=[dict(ORIGIN, noise=1)]),
+                dict(history=[ORIGIN]),
+            ],
+            "014 2 3",
+            {"02": "ppo Toy, inserted=none; ppo Toy, inserted=my:scaled(by=0.1)"},
+        ),
+    ],
+)
+def test_what_is_no_seed_is_a_line_of_its_own(cases, expected, names, tmp_path):
+    "The groups of runs that are expected, by their numbers, and the names of the groups of some."
+    runs = [planted(tmp_path / str(k), **config) for k, config in enumerate(cases)]
+    groups = ["".join(path.name for path in group) for group in group_runs(runs).values()]
+    assert " ".join(groups) == expected
+    for chosen, told in names.items():
+        assert "; ".join(group_runs([runs[int(k)] for k in chosen])) == told
+
+
+def test_what_differs_between_runs_is_told_with_its_place(tmp_path):
+    cases = [GAMMA, dict(GAMMA, options=dict(gamma=0.99)), dict(GAMMA, env_kwargs=dict(gamma=2))]
+    group = [Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases)]
     told = {name: values for name, *values in differing_options([group])}
     assert told == {"gamma": ["0.9 | 0.99"], "env_kwargs gamma": ["1 | 2"]}
 
 
-def test_an_inserted_pipe_and_other_noise_make_no_seeds(tmp_path):
-    began = dict(event="began", at=0, kept={}, inexact=None)
-    edit = dict(event="edited", at=1, insert="my:scaled", kwargs=dict(by=0.1))
-    origin = dict(began, event="forked", run="0", at=1, set={})
-    cases = [
-        {},
-        dict(seed=1),
-        dict(history=[began, edit]),
-        dict(history=[dict(origin, noise=1)]),
-        dict(history=[origin]),
-    ]
-    runs = [planted(tmp_path / str(k), [], **x) for k, x in enumerate(cases)]
-    assert [[path.name for path in group] for group in group_runs(runs).values()] == [
-        ["0", "1", "4"],
-        ["2"],
-        ["3"],
-    ]
-    assert [*group_runs([runs[0], runs[2]])] == [
-        "ppo Toy, inserted=none",
-        "ppo Toy, inserted=my:scaled(by=0.1)",
-    ]
-    bad = planted(tmp_path / "bad", [])
+def test_a_damaged_history_is_named(tmp_path):
+    bad = planted(tmp_path / "bad")
     (bad / "history.jsonl").write_text("3\n")
-    with pytest.raises(DataError, match="history.jsonl, line 1: not an event"):
-        group_runs([bad])
+    refused("history.jsonl, line 1: not an event", group_runs, [bad])
 
 
 def drawn(runs, **options):
@@ -192,8 +189,7 @@ def test_points_without_x_and_an_x_that_goes_back(tmp_path):
     assert drawn([a], x="length", y="y") == [[1, 10], [2, 20], [2, 40], [3, 30]]
     assert drawn([a], x="length", y="y", window=2) == [[1, 20], [2, 15], [2, 30], [3, 30]]
     for n in (0, -1):
-        with pytest.raises(DataError, match=f"an integer window >= 1, got window={n}"):
-            learning_curve([a], y="y", window=n)
+        refused(f"an integer window >= 1, got window={n}", learning_curve, [a], y="y", window=n)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
@@ -217,24 +213,18 @@ def test_an_axis_shows_what_is_below_zero(tmp_path):
     assert [learning_curve([run], x="x", y="y").axes[0].get_xlim()[0] for run in runs] == [-3, 0]
 
 
-def test_the_last_evaluation_has_its_time(tmp_path):
-    evaluating = dict(eval_every="128 steps", eval_episodes=1, final_episodes=1)
-    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32), steps=256, **evaluating)
-    train(start(tmp_path / "run", config), progress=False, tensorboard=False)
-    found, steps = (
-        np.array(drawn([tmp_path / "run"], x=x, y="eval_return_mean")) for x in ("seconds", "steps")
-    )
-    assert (
-        np.isfinite(found).all()
-        and found.shape == steps.shape == (3, 2)
-        and found[:, 1].tolist() == steps[:, 1].tolist()
-    )
+def test_the_last_evaluation_has_its_time(gallery):
+    run = gallery.original("evaluated")
+    found, steps = (np.array(drawn([run], x=x, y="eval_return_mean")) for x in ("seconds", "steps"))
+    n_evaluations = len([r for r in read_evaluations(run) if r["kind"] == "training"])
+    assert np.isfinite(found).all() and found.shape == steps.shape == (n_evaluations, 2)
+    assert found[:, 1].tolist() == steps[:, 1].tolist()
 
 
 def test_a_run_without_an_update_has_no_metrics(run):
     (run / "metrics.jsonl").write_text("")
-    with pytest.raises(
-        DataError,
-        match="no such metric in this run. Expected the metrics of an update, got a run without an update",
-    ):
-        learning_curve(run)
+    refused(
+        "no such metric in this run. Expected the metrics of an update, got a run without an update",
+        learning_curve,
+        run,
+    )

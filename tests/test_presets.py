@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import pytest
-from command_line import rollpipe
+from command_line import error_of, rollpipe
+from gallery import refused
 
 from rollpipe import testing  # noqa: F401    registers Recall-v0
 from rollpipe.cli.main import build_parser
 from rollpipe.layers import MLPPolicy
-from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.autotune import autotune
 from rollpipe.runs.commands import config_from
 from rollpipe.runs.folder import load_run, resume
@@ -26,7 +26,12 @@ from rollpipe.settings.config import RUN_OPTIONS, build, make_config
 from rollpipe.settings.files import check_table, kind_of_actions, read_table, tables_in
 
 FOLDER = Path(files.__file__).parent / "presets"
-SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()
+
+SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard"
+
+
+POLE = "train dqn CartPole-v1"
+
 SHIPPED = [
     (path.stem, name)
     for path in sorted(FOLDER.glob("*.toml"))
@@ -89,95 +94,65 @@ def test_every_preset_that_ships_names_real_options_and_its_kind_of_actions_and_
         build(found)
 
 
-def test_rainbow_is_for_whoever_asks_for_it():
+def test_rainbow_is_for_whoever_asks_for_it(capsys):
     "It is a combination and not an environment's preset, so it fits Discrete actions anywhere."
     assert config("train qr_dqn Taxi-v4")["preset"] != "rainbow"
     found = config("train qr_dqn Acrobot-v1 --preset rainbow")
-    assert (
-        all(found["options"][name] for name in ("double", "duelling", "prioritized"))
-        and found["options"]["multi_step"] > 1
-    )
+    options = found["options"]
+    assert options["double"] and options["duelling"] and options["prioritized"]
+    assert options["multi_step"] > 1
     build(found)
-    assert rollpipe("train", "qr_dqn", "Pendulum-v1", "--preset", "rainbow") == 2
+    error_of(capsys, "train qr_dqn Pendulum-v1 --preset rainbow")
 
 
 # -- what goes before what ---------------------------------------------------------------------------------------------
 
 
-def test_typed_before_file_before_preset_before_default(presets, tmp_path):
+@pytest.mark.parametrize(
+    "words, expected",
+    {
+        "--preset none": [1e-3, 0.99, 0.9, 100_000, 20, None],
+        "": [0.25, 0.5, 0.9, 300, 3, "CartPole-v1"],
+        "--preset auto": [0.25, 0.5, 0.9, 300, 3, "CartPole-v1"],
+        "--preset CartPole-v1": [0.25, 0.5, 0.9, 300, 3, "CartPole-v1"],
+        "FILE": [0.0625, 0.5, 0.9, 250, 3, "CartPole-v1"],
+        "FILE --preset none": [0.0625, 0.99, 0.9, 250, 20, None],
+        "FILE --lr 2 --gamma 1 --steps 9 --checkpoint-every 1": [2, 1, 0.9, 9, 1, "CartPole-v1"],
+    }.items(),
+)
+def test_typed_before_file_before_preset_before_default(words, expected, presets, tmp_path):
     (tmp_path / "own.toml").write_text("lr = 0.0625\nsteps = 200\n\n[CartPole-v1]\nsteps = 250\n")
-    file = f"--config {tmp_path / 'own.toml'}"
-    env = "train dqn CartPole-v1"
-
-    def values(words):
-        found = config(words)
-        return [found["options"][k] for k in ("lr", "gamma", "eta")] + [
-            found[k] for k in ("steps", "checkpoint_every", "preset")
-        ]
-
-    assert values(f"{env} --preset none") == [1e-3, 0.99, 0.9, 100_000, 20, None]
-    assert (
-        values(env)
-        == values(f"{env} --preset auto")
-        == values(f"{env} --preset CartPole-v1")
-        == [0.25, 0.5, 0.9, 300, 3, "CartPole-v1"]
-    )
-    assert values(f"{env} {file}") == [0.0625, 0.5, 0.9, 250, 3, "CartPole-v1"]
-    assert values(f"{env} {file} --preset none") == [0.0625, 0.99, 0.9, 250, 20, None]
-    assert values(f"{env} {file} --lr 2 --gamma 1 --steps 9 --checkpoint-every 1") == [
-        2,
-        1,
-        0.9,
-        9,
-        1,
-        "CartPole-v1",
-    ]
+    found = config(f"{POLE} {words.replace('FILE', f'--config {tmp_path}/own.toml')}")
+    of_learner = [found["options"][name] for name in ("lr", "gamma", "eta")]
+    of_run = [found[name] for name in ("steps", "checkpoint_every", "preset")]
+    assert of_learner + of_run == expected
 
 
-def test_more_steps_than_the_learning_rates_of_a_preset_last_are_refused_at_once(
-    presets, tmp_path, capsys
-):
-    (tmp_path / "own.toml").write_text("steps = 64\ndecay_steps = 64\nn_envs = 2\nn_steps = 16\n")
-    words = [
-        "train",
-        "ppo",
-        "CartPole-v1",
-        "--config",
-        tmp_path / "own.toml",
-        "--out",
-        tmp_path / "run",
-        "--quiet",
-    ]
+def test_more_steps_than_the_learning_rates_of_a_preset_last_are_refused_at_once(tmp_path, capsys):
     run = tmp_path / "run"
+    file = tmp_path / "own.toml"
+    file.write_text("steps = 64\ndecay_steps = 64\nn_envs = 2\nn_steps = 16\n")
+    words = f"train ppo CartPole-v1 --config {file} --out {run} --quiet"
     told = "--decay-steps: the learning rates fall to 0 before the training ends. Expected 0, or at least the steps of the training"
-    assert rollpipe(*words, "--steps", "96") == 2 and not run.exists()
-    assert f"{told}, as by --decay-steps 96 for a new run, got 64." in capsys.readouterr().err
-    assert rollpipe(*words) == 0
-    assert (
-        rollpipe("train", "--resume", run, "--steps", "96") == 2 and told in capsys.readouterr().err
-    )
-    assert rollpipe(*words, "--steps", "96", "--decay-steps", "96", "--overwrite") == 0
-
-
-def test_a_value_that_equals_the_default_is_typed_as_well(presets):
-    assert config("train dqn CartPole-v1 --steps 100k --lr 0.001")["steps"] == 100_000
-    assert (
-        make_config("dqn", "CartPole-v1", dict(lr=1e-3), steps=100_000, preset="auto")["options"][
-            "lr"
-        ]
-        == 1e-3
-    )
+    err = error_of(capsys, f"{words} --steps 96")
+    assert f"{told}, as by --decay-steps 96 for a new run, got 64." in err and not run.exists()
+    assert rollpipe(words) == 0
+    assert told in error_of(capsys, f"train --resume {run} --steps 96")
+    assert rollpipe(f"{words} --steps 96 --decay-steps 96 --overwrite") == 0
 
 
 def test_python_gets_the_bare_defaults_unless_it_asks(presets):
     bare = make_config("dqn", "CartPole-v1")
-    assert bare["preset"] is None and bare["options"] == {
-        o.name: list(o.default) if isinstance(o.default, tuple) else o.default
-        for o in options_for("dqn")
-    }
+    defaults = {option.name: option.default for option in options_for("dqn")}
+    plain = {name: [*x] if isinstance(x, tuple) else x for name, x in defaults.items()}
+    assert bare["preset"] is None and bare["steps"] == 100_000 and bare["options"] == plain
     assert bare == make_config("dqn", "CartPole-v1", preset="none").having(origins={})
-    assert bare["steps"] == 100_000
     assert make_config("dqn", "CartPole-v1", preset="auto")["options"]["lr"] == 0.25
+
+    # A value that equals the default is typed as well.
+    assert config(f"{POLE} --steps 100k --lr 0.001")["steps"] == 100_000
+    found = make_config("dqn", "CartPole-v1", dict(lr=1e-3), steps=100_000, preset="auto")
+    assert found["options"]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -195,37 +170,23 @@ def test_the_preset_is_that_of_the_environment_or_its_family(presets, env, name)
 
 
 def test_a_preset_and_a_table_may_have_keywords_for_the_environment(presets, tmp_path):
-    presets(
-        **{
-            "CartPole-v1": dict(
-                actions="Discrete", lr=0.25, env_kwargs=dict(sutton_barto_reward=True)
-            )
-        }
-    )
-    (tmp_path / "own.toml").write_text(
-        "[CartPole-v1]\nlr = 0.5\nenv_kwargs = {sutton_barto_reward = false, max_episode_steps = 9}\n"
-    )
+    of_preset = dict(sutton_barto_reward=True)
+    presets(**{"CartPole-v1": dict(actions="Discrete", lr=0.25, env_kwargs=of_preset)})
+    file = tmp_path / "own.toml"
+    of_table = "env_kwargs = {sutton_barto_reward = false, max_episode_steps = 9}"
+    file.write_text(f"[CartPole-v1]\nlr = 0.5\n{of_table}\n")
 
     def kwargs(words):
-        return config(f"train dqn CartPole-v1 {words}")["env_kwargs"]
+        return config(f"{POLE} {words}")["env_kwargs"]
 
-    assert kwargs("") == dict(sutton_barto_reward=True) and kwargs("--preset none") == {}
+    assert kwargs("") == of_preset and kwargs("--preset none") == {}
     assert kwargs("--env-kwargs sutton_barto_reward=False") == dict(sutton_barto_reward=False)
-    assert kwargs(f"--config {tmp_path / 'own.toml'}") == dict(
-        sutton_barto_reward=False, max_episode_steps=9
-    )
-    assert (
-        kwargs(f"--config {tmp_path / 'own.toml'} --env-kwargs max_episode_steps=5")[
-            "max_episode_steps"
-        ]
-        == 5
-    )
-    (tmp_path / "own.toml").write_text("[CartPole-v1]\nenv_kwargs = 3\n")
-    with pytest.raises(
-        DataError,
-        match="own.toml, table CartPole-v1: wrong type of value.* names with values, got 3",
-    ):
-        kwargs(f"--config {tmp_path / 'own.toml'}")
+    both = dict(sutton_barto_reward=False, max_episode_steps=9)
+    assert kwargs(f"--config {file}") == both
+    assert kwargs(f"--config {file} --env-kwargs max_episode_steps=5")["max_episode_steps"] == 5
+    file.write_text("[CartPole-v1]\nenv_kwargs = 3\n")
+    told = "own.toml, table CartPole-v1: wrong type of value.* names with values, got 3"
+    refused(told, kwargs, f"--config {file}")
 
 
 def test_auto_passes_over_another_kind_of_actions_and_a_name_does_not(presets):
@@ -244,35 +205,31 @@ def test_auto_passes_over_another_kind_of_actions_and_a_name_does_not(presets):
 
 def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsys):
     run = tmp_path / "run"
-    words = ["train", "dqn", "CartPole-v1", "--out", run, *SMALL]
-    assert rollpipe(*words) == 0
+    words = f"{POLE} --out {run} {SMALL}"
+    assert rollpipe(words) == 0
     assert "dqn on CartPole-v1, seed 0, preset CartPole-v1: " in capsys.readouterr().out
     before = json.loads((run / "config.json").read_text())
-    assert (before["preset"], before["options"]["lr"], before["steps"]) == (
-        "CartPole-v1",
-        0.25,
-        300,
-    )
+    values = (before["preset"], before["options"]["lr"], before["steps"])
+    assert values == ("CartPole-v1", 0.25, 300)
     of_preset = [name for name, origin in before["origins"].items() if origin == "preset"]
     assert of_preset == ["steps", "lr", "gamma", "checkpoint_every"]
+
+    # It goes on with them.
     presets(**{"CartPole-v1": dict(lr=1.0, gamma=0.0, steps=300)})
     resumed = resume(run, steps=400)
     assert resumed.config == {**before, "steps": 400} and resumed.agent.lr == 0.25
     unlock(run)
-    assert rollpipe(*words, "--steps", 500, "--continue") == 0
+    assert rollpipe(f"{words} --steps 500 --continue") == 0
     assert load_run(run).config == {**before, "steps": 500}
-    assert (
-        rollpipe(*words, "--continue", "--steps", 600, "--lr", 0.75) == 2
-    )  # what is typed is compared
-    assert (
-        "has other options. Expected the same, or another folder, got lr=0.25 instead of 0.75.\n"
-        in capsys.readouterr().err
-    )
-    assert rollpipe(*words, "--continue", "--steps", 600, "--preset", "CartPole-v1") == 2
-    assert (
-        "has other options. Expected the same, or another folder, got checkpoint_every=3 instead of "
-        in capsys.readouterr().err
-    )
+
+    # What is typed is compared.
+    told = "has other options. Expected the same, or another folder, got "
+    for more, difference in {
+        "--lr 0.75": "lr=0.25 instead of 0.75.\n",
+        "--preset CartPole-v1": "checkpoint_every=3 instead of ",
+    }.items():
+        err = error_of(capsys, f"{words} --continue --steps 600 {more}")
+        assert told + difference in err
 
 
 def without_origins(config):
@@ -280,139 +237,96 @@ def without_origins(config):
 
 
 def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
-    words = [
-        "--out",
-        tmp_path / "a",
-        "--seed",
-        3,
-        "--env-kwargs",
-        "sutton_barto_reward=True",
-        *SMALL,
-    ]
-    assert rollpipe("train", "dqn", "CartPole-v1", *words) == 0
+    "Also of one over ranks."
+    run = tmp_path / "a"
+    kwargs = "--env-kwargs sutton_barto_reward=True"
+    assert rollpipe(f"{POLE} --out {run} --seed 3 {kwargs} {SMALL}") == 0
     presets(**{"CartPole-v1": dict(eta=0.0, lr=1.0)})
-    first = load_run(tmp_path / "a").config
-    again = f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}"
+    first = load_run(run).config
+    again = f"{POLE} --config {run}/config.json"
     assert first["env_kwargs"] == dict(sutton_barto_reward=True) and first["seed"] == 3
-    from_file = without_origins(config(again))
-    assert from_file == {**without_origins(first), "preset": None}
-    assert {*config(again)["origins"].values()} == {"file"}
+    found = config(again)
+    assert without_origins(found) == {**without_origins(first), "preset": None}
+    assert {*found["origins"].values()} == {"file"}
     assert config(f"{again} --lr 2 --seed 4")["options"]["lr"] == 2
+
     # The file is complete.
     named = config(f"{again} --preset CartPole-v1")
     assert without_origins(named) == {**without_origins(first), "preset": "CartPole-v1"}
     assert not named.named("preset") and named.origin("preset") == "typed"
 
-
-def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
-    assert (
-        rollpipe("train", "dqn", "CartPole-v1", "--steps", 64, "--out", tmp_path / "a", *SMALL) == 0
-    )
-    first = load_run(tmp_path / "a").config
+    # Only the file of a run may say over how many ranks it was.
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**first, "ranks": 2}))
-    found = config(f"train dqn CartPole-v1 --config {path}")
-    again = config(f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}")
-    assert found == again and "ranks" not in found
+    assert config(f"{POLE} --config {path}") == found and "ranks" not in found
     (tmp_path / "own.toml").write_text("lr = 0.5\nranks = 2\n")
-    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path / "own.toml") == 2
+    assert rollpipe(f"{POLE} --config {tmp_path}/own.toml") == 2
 
 
 @pytest.mark.slow
 def test_several_seeds_have_the_preset_too(tmp_path):
     "It ships, because the runs have processes of their own."
-    assert (
-        rollpipe(
-            "train",
-            "dqn",
-            "Taxi-v4",
-            "--steps",
-            64,
-            "--seeds",
-            "0-1",
-            "--out",
-            tmp_path / "a",
-            *SMALL,
-        )
-        == 0
-    )
+    words = f"train dqn Taxi-v4 --steps 64 --seeds 0-1 --out {tmp_path}/a {SMALL}"
+    assert rollpipe(words) == 0
     table = files.presets_of("dqn")["Taxi-v4"]
+    values = {name: table[name] for name in ("lr", "gamma", "eps_steps", "prioritized")}
     for seed in (0, 1):
         found = load_run(tmp_path / f"a-s{seed}").config
         assert found["preset"] == "Taxi-v4" and found["seed"] == seed
-        assert all(
-            found["options"][name] == table[name]
-            for name in ("lr", "gamma", "eps_steps", "prioritized")
-        )
+        assert found["options"].items() >= values.items()
 
 
 def test_autotune_begins_with_the_preset_and_may_change_it(presets):
     presets(**{"CartPole-v1": dict(n_envs=2, n_steps=64, lr=0.25, warmup=16, batch_size=16)})
-    trials = list(autotune("dqn", "CartPole-v1", seconds=0.01, preset="auto"))
-    assert (trials[0].setting["n_envs"], trials[0].setting["n_steps"]) == (2, 64) and len(
-        {t.setting["n_envs"] for t in trials}
-    ) > 1
-    assert {t.setting["n_envs"] * t.setting["lanes"] * t.setting["n_steps"] for t in trials} == {
-        128
-    }
+    trials = autotune("dqn", "CartPole-v1", seconds=0.01, preset="auto")
+    settings = [trial.setting for trial in trials]
+    assert (settings[0]["n_envs"], settings[0]["n_steps"]) == (2, 64)
+    assert len({setting["n_envs"] for setting in settings}) > 1
+    sizes = {x["n_envs"] * x["lanes"] * x["n_steps"] for x in settings}
+    assert sizes == {128}
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+# A file, whose lines end with `;` => what is told, a pattern
+
+WRONG_FILES = r"""
+lrr = 1e-3 => own.toml: there is no option 'lrr'. Expected lr
+[CartPole-v1];step = 3 => own.toml, table CartPole-v1: there is no option 'step'. Expected steps
+[Taxi-v4];step = 3 => own.toml, table Taxi-v4: there is no option 'step'
+steps = 900;[option];lr = 1 => own.toml: there is no table 'option'. Expected options
+lr = '1e-3' => --lr: .*own.toml: wrong type of value. Expected float or schedule, got '1e-3'
+steps = 1e5 => --steps: .*own.toml: wrong type of value. Expected int, got 100000.0
+double = 1 => --double: .*wrong type of value. Expected bool, got 1
+hidden = [64, 'x'] => --hidden: .*own.toml
+lr = 1;lr = 2 => own.toml: not TOML \(Cannot overwrite a value
+lr = 1e-3;;[CartPole-v1; => own.toml: not TOML .*line 3
+[Taxi-v4];lr = 1 => own.toml: has nothing for CartPole-v1.*got Taxi-v4
+ => own.toml: has nothing for CartPole-v1.*got an empty file
+[CartPole-v1];actions = 'Box';lr = 1 => own.toml: has nothing for CartPole-v1
+[carts];envs = 'CartPole-v1';lr = 1 => own.toml, table carts: wrong type of value
+[carts];envs = ['C*'];actions = 1;lr = 1 => table carts: wrong type of value
+algorithm = 'ppo';lr = 1 => own.toml: is for another algorithm. Expected dqn, got ppo
+imports = ['moons'];lr = 1 => own.toml: its run needs a module. Expected --import moons
+env_kwargs = 3;lr = 1 => leaf env_kwargs: .*own.toml
+preset = 'cart';lr = 1 => dqn has no preset 'cart'
+lr = -1 => lr.*got -1
+"""
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, told",
-    [
-        ("lrr = 1e-3", "own.toml: there is no option 'lrr'. Expected lr"),
-        (
-            "[CartPole-v1]\nstep = 3",
-            "own.toml, table CartPole-v1: there is no option 'step'. Expected steps",
-        ),
-        (
-            "[Taxi-v4]\nstep = 3",
-            "own.toml, table Taxi-v4: there is no option 'step'",
-        ),  # also in a table that is not needed now
-        ("steps = 900\n[option]\nlr = 1", "own.toml: there is no table 'option'. Expected options"),
-        (
-            "lr = '1e-3'",
-            "--lr: .*own.toml: wrong type of value. Expected float or schedule, got '1e-3'",
-        ),
-        ("steps = 1e5", "--steps: .*own.toml: wrong type of value. Expected int, got 100000.0"),
-        ("double = 1", "--double: .*wrong type of value. Expected bool, got 1"),
-        ("hidden = [64, 'x']", "--hidden: .*own.toml"),
-        ("lr = 1\nlr = 2", r"own.toml: not TOML \(Cannot overwrite a value"),
-        ("lr = 1e-3\n\n[CartPole-v1\n", "own.toml: not TOML .*line 3"),
-        ("[Taxi-v4]\nlr = 1", "own.toml: has nothing for CartPole-v1.*got Taxi-v4"),
-        ("", "own.toml: has nothing for CartPole-v1.*got an empty file"),
-        ("[CartPole-v1]\nactions = 'Box'\nlr = 1", "own.toml: has nothing for CartPole-v1"),
-        ("[carts]\nenvs = 'CartPole-v1'\nlr = 1", "own.toml, table carts: wrong type of value"),
-        ("[carts]\nenvs = ['C*']\nactions = 1\nlr = 1", "table carts: wrong type of value"),
-        ("algorithm = 'ppo'\nlr = 1", "own.toml: is for another algorithm. Expected dqn, got ppo"),
-        (
-            "imports = ['moons']\nlr = 1",
-            "own.toml: its run needs a module. Expected --import moons",
-        ),
-        ("env_kwargs = 3\nlr = 1", "leaf env_kwargs: .*own.toml"),
-        ("preset = 'cart'\nlr = 1", "dqn has no preset 'cart'"),
-        ("lr = -1", "lr.*got -1"),
-    ],
-)
-def test_a_file_that_is_wrong_is_refused(text, told, tmp_path, capsys):
-    (tmp_path / "own.toml").write_text(text)
-    assert (
-        rollpipe(
-            "train",
-            "dqn",
-            "CartPole-v1",
-            "--config",
-            tmp_path / "own.toml",
-            "--out",
-            tmp_path / "run",
-        )
-        == 2
-    )
-    err = capsys.readouterr().err
+@pytest.mark.parametrize("line", WRONG_FILES.strip("\n").splitlines())
+def test_a_file_that_is_wrong_is_refused(line, tmp_path, capsys):
+    text, told = line.split(" => ")
+    file = tmp_path / "own.toml"
+    file.write_text(text.replace(";", "\n"))
+    err = error_of(capsys, f"{POLE} --config {file} --out {tmp_path}/run")
     assert re.search(told, err) and err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
 @pytest.mark.parametrize("name, text", [("own.toml", "lr = 1\r\n"), ("own.json", '{"lr": 1}')])
@@ -428,16 +342,8 @@ def test_a_file_may_begin_with_a_byte_order_mark(name, text, tmp_path):
         ("", None, "there is no such file. Expected a file, such as its config.json, got a folder"),
         ("own.json", b'{"lr": 1,}', "own.json: not JSON .*line 1 column"),
         ("own.json", b"[1]", "own.json: holds no options"),
-        (
-            "own.json",
-            b'{"lr":\n' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-            "own.json: nested too deep, in line 2",
-        ),
-        (
-            "own.toml",
-            b"steps = 64\n\nlr = " + b"[" * 100_000 + b"]" * 100_000,
-            "own.toml: nested too deep, in line 3",
-        ),
+        ("own.json", b'{"lr":\n%b}' % DEEP, "own.json: nested too deep, in line 2"),
+        ("own.toml", b"steps = 64\n\nlr = " + DEEP, "own.toml: nested too deep, in line 3"),
         ("own.toml", b"a." * 2_000 + b"b = 1", "own.toml: nested too deep, in line 1"),
         ("own.json", b'{"env": "\\ud800"}', "own.json: not JSON .*surrogates"),
         ("own.toml", b"\xff\xfe", "own.toml: not a text in UTF-8"),
@@ -447,101 +353,77 @@ def test_a_file_that_cannot_be_read_is_refused(name, content, told, tmp_path, ca
     (tmp_path / "own.toml").write_text("lr = 1")
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    assert rollpipe("graph", "dqn", "CartPole-v1", "--config", tmp_path / name) == 2
-    assert re.search(told, capsys.readouterr().err)
+    err = error_of(capsys, f"graph dqn CartPole-v1 --config {tmp_path / name}")
+    assert re.search(told, err)
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        (
-            "dqn CartPole-v1 --preset CartPol-v1",
-            "dqn has no preset 'CartPol-v1'. Expected CartPole-v1, auto or none",
-        ),
-        ("ppo CartPole-v1 --preset hills", "ppo has no preset 'hills'. Expected auto or none"),
-        (
-            "dqn CartPole-v1 --preset wheels",
-            "CartPole-v1: the preset 'wheels' of dqn is for another action space. Expected Box, got Discrete",
-        ),
-        ("dqn CartPol-v1", "CartPole-v1"),
-        ("dqn CartPol-v1 --preset hills", "unknown environment id 'CartPol-v1'"),
-    ],
-)
-def test_a_preset_that_does_not_fit_is_refused(presets, words, told, capsys):
-    assert rollpipe("graph", *words.split()) == 2
-    assert told in capsys.readouterr().err
+OF_TRAIN = "{} is an option of `rollpipe train`, and rollpipe {} makes no run"
 
 
-@pytest.mark.parametrize(
-    "command, words",
-    [
-        *(
-            ("graph", words)
-            for words in (
-                "--seeds 0-4",
-                "--seeds=0-4",
-                "--jobs 2",
-                "--continue",
-                "--overwrite",
-                "--out x",
-                "--no-tensorboard",
-            )
-        ),
-        ("profile", "--seeds 0-4"),
-        ("autotune", "--quiet"),
-    ],
-)
-def test_commands_without_a_run_refuse_its_options(command, words, capsys):
-    assert rollpipe(command, "dqn", "CartPole-v1", *words.split()) == 2
-    assert (
-        f"{words.split()[0]} is an option of `rollpipe train`, and rollpipe {command} makes no run"
-        in capsys.readouterr().err
-    )
+REFUSED = {
+    "graph dqn CartPole-v1 --preset CartPol-v1": "dqn has no preset 'CartPol-v1'. Expected CartPole-v1, auto or none",
+    "graph ppo CartPole-v1 --preset hills": "ppo has no preset 'hills'. Expected auto or none",
+    "graph dqn CartPole-v1 --preset wheels": "the preset 'wheels' of dqn is for another action space. Expected Box, got Discrete",
+    "graph dqn CartPol-v1": "CartPole-v1",
+    "graph dqn CartPol-v1 --preset hills": "unknown environment id 'CartPol-v1'",
+    "graph dqn CartPole-v1 --seeds=0-4": OF_TRAIN.format("--seeds=0-4", "graph"),
+    **{
+        f"{command} dqn CartPole-v1 {option} {value}": OF_TRAIN.format(option, command)
+        for command, option, value in (
+            ("graph", "--seeds", "0-4"),
+            ("graph", "--jobs", 2),
+            ("graph", "--continue", ""),
+            ("graph", "--overwrite", ""),
+            ("graph", "--out", "x"),
+            ("graph", "--no-tensorboard", ""),
+            ("profile", "--seeds", "0-4"),
+            ("autotune", "--quiet", ""),
+        )
+    },
+    "list options": "options of which algorithm? Expected trpo",
+    "list options dqm": "unknown algorithm. Expected dqn, or one of --import, got dqm",
+    "list envs dqm": "unknown algorithm",
+    "list presets dqm": "unknown algorithm",
+    "list algorithms dqn": "takes no name",
+}
+
+
+@pytest.mark.parametrize("words, told", REFUSED.items())
+def test_a_preset_an_option_or_a_list_that_does_not_fit_is_refused(presets, words, told, capsys):
+    assert told in error_of(capsys, words)
 
 
 # -- lists -------------------------------------------------------------------------------------------------------------
 
 
-def listed(capsys, *words):
-    assert rollpipe("list", *words) == 0
+def listed(capsys, words):
+    assert rollpipe(f"list {words}") == 0
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_lists(capsys, presets):
-    assert {line[0]: line[1] for line in listed(capsys, "algorithms")}.keys() == ALGORITHMS.keys()
-    assert listed(capsys, "presets")[0] == [
-        "dqn",
-        "CartPole-v1",
-        "steps=300",
-        "lr=0.25",
-        "gamma=0.5",
-        "checkpoint_every=3",
-    ]
-    assert [line[:3] for line in listed(capsys, "presets", "dqn")][1] == [
-        "dqn",
-        "hills",
-        "MountainCar*",
-    ]
-    assert listed(capsys, "presets", "ppo") == ["ppo has no presets".split()]
-    assert [line[0] for line in listed(capsys, "options", "dqn")] == [
-        o.flag for o in options_for("dqn") + RUN_OPTIONS
-    ]
+    assert {line[0] for line in listed(capsys, "algorithms")} == ALGORITHMS.keys()
+    first = "dqn CartPole-v1 steps=300 lr=0.25 gamma=0.5 checkpoint_every=3"
+    assert listed(capsys, "presets")[0] == first.split()
+    assert listed(capsys, "presets dqn")[1][:3] == ["dqn", "hills", "MountainCar*"]
+    assert listed(capsys, "presets ppo") == ["ppo has no presets".split()]
+    flags = [option.flag for option in options_for("dqn") + RUN_OPTIONS]
+    assert [line[0] for line in listed(capsys, "options dqn")] == flags
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
 def test_environments_that_are_listed_fit_and_the_others_do_not(algorithm, capsys):
     "Against the environments themselves, as far as they can be made here."
     there = {line[0]: line[1] for line in listed(capsys, "envs")}
-    fitting = {line[0] for line in listed(capsys, "envs", algorithm)}
-    kinds = {
-        name: kind
-        for name, kind in there.items()
-        if kind != "?" and not listing.missing_for(gym.spec(name))
-    }
-    assert len(kinds) >= 10 and "CartPole-v0" not in there and "GymV21Environment-v0" not in there
-    for name, kind in kinds.items():
-        assert kind == kind_of_actions(name, None)
-        assert (name in fitting) == (algorithm == "ppo" or kind == "Discrete")
+    fitting = {line[0] for line in listed(capsys, f"envs {algorithm}")}
+    assert not there.keys() & {"CartPole-v0", "GymV21Environment-v0"}
+    n_made = 0
+    for name, kind in there.items():
+        if kind != "?" and not listing.missing_for(gym.spec(name)):
+            n_made += 1
+            assert kind == kind_of_actions(name, None)
+            assert (name in fitting) == (algorithm == "ppo" or kind == "Discrete")
+    assert n_made >= 10
 
 
 def test_what_needs_an_extra_is_marked(capsys, monkeypatch):
@@ -552,42 +434,11 @@ def test_what_needs_an_extra_is_marked(capsys, monkeypatch):
     ] == ["Box"]
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        ("options", "options of which algorithm? Expected trpo"),
-        ("options dqm", "unknown algorithm. Expected dqn, or one of --import, got dqm"),
-        ("envs dqm", "unknown algorithm"),
-        ("presets dqm", "unknown algorithm"),
-        ("algorithms dqn", "takes no name"),
-    ],
-)
-def test_a_list_of_what_is_not_there_is_refused(words, told, capsys):
-    assert rollpipe("list", *words.split()) == 2
-    assert told in capsys.readouterr().err
-
-
 def test_the_configuration_of_a_run_without_a_preset_is_a_file_of_settings(tmp_path):
-    assert (
-        rollpipe(
-            "train",
-            "dqn",
-            "CartPole-v1",
-            "--preset",
-            "none",
-            "--steps",
-            64,
-            "--lr",
-            0.5,
-            "--out",
-            tmp_path / "a",
-            *SMALL,
-        )
-        == 0
-    )
-    again = config(f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}")
-    before = load_run(tmp_path / "a").config
-    assert without_origins(again) == without_origins(before)
+    run = tmp_path / "a"
+    assert rollpipe(f"{POLE} --preset none --steps 64 --lr 0.5 --out {run} {SMALL}") == 0
+    again = config(f"{POLE} --config {run}/config.json")
+    assert without_origins(again) == without_origins(load_run(run).config)
 
 
 def test_keywords_in_a_file_decide_about_its_table(tmp_path):

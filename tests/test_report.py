@@ -9,14 +9,13 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from command_line import rollpipe
+from command_line import error_of, rollpipe
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import (
-    differing_options,
     improvement,
     improvement_interval,
     interval,
@@ -45,28 +44,24 @@ HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 BEGAN = dict(event="began", at=0, kept={}, inexact=None)
 
 
+def write_json(path, content):
+    path.write_text(json.dumps(content))
+
+
+def change_json(path, **changes):
+    "Store other values in a file of JSON."
+    write_json(path, {**json.loads(path.read_text()), **changes})
+
+
 def make_run(folder, means, seed=0, steps=20, history=(BEGAN,), **config):
     "A run with an evaluation every 10 steps. It is complete if it has come to its steps."
     folder.mkdir(parents=True)
-    config = dict(
-        dict(
-            algorithm="trpo",
-            env="CartPole-v1",
-            seed=seed,
-            steps=steps,
-            eval_every="10 steps",
-            options=dict(max_kl=0.01),
-        ),
-        **config,
-    )
-    (folder / "config.json").write_text(json.dumps(config))
+    about = dict(algorithm="trpo", env="CartPole-v1", seed=seed, steps=steps)
+    about |= dict(eval_every="10 steps", options=dict(max_kl=0.01))
+    write_json(folder / "config.json", {**about, **config})
     History(history).write(folder)
-    (folder / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps(dict(steps=10 * i, updates=i, kl=0.01 * i, accepted=1)) + "\n"
-            for i in (1, 2)
-        )
-    )
+    lines = [json.dumps(dict(steps=10 * i, updates=i, kl=0.01 * i, accepted=1)) for i in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     about = dict(updates=1, seconds=2.5, std=0.0, returns=[0.0], lengths=[1], seed=1, resumes=0)
     records = [dict(about, kind="training", steps=10 * i, mean=x) for i, x in enumerate(means)]
     if records[-1]["steps"] >= steps:
@@ -76,26 +71,39 @@ def make_run(folder, means, seed=0, steps=20, history=(BEGAN,), **config):
 
 def make_bench(folder, runs, published=(), **row):
     "A bench of one row; `runs` are the means of its runs, None for one that is not there."
-    row = dict(
-        dict(
-            name="a",
-            label="TRPO",
-            algorithm="trpo",
-            env="CartPole-v1",
-            seeds=list(range(len(runs))),
-            threshold=None,
-            command="rollpipe train trpo CartPole-v1",
-        ),
-        **row,
-    )
+    about = dict(name="a", label="TRPO", algorithm="trpo", env="CartPole-v1", threshold=None)
+    about |= dict(seeds=[*range(len(runs))], command="rollpipe train trpo CartPole-v1")
+    row = {**about, **row}
     folder.mkdir()
-    (folder / BENCH).write_text(
-        json.dumps(dict(format=1, title="A bench", rows=[row], published=list(published)))
-    )
+    bench = dict(format=1, title="A bench", rows=[row], published=list(published))
+    write_json(folder / BENCH, bench)
     for seed, means in enumerate(runs):
         if means:
             make_run(folder / f"a-s{seed}", means, seed, env=row["env"])
     return folder
+
+
+SOMEBODY = dict(
+    algorithm="trpo",
+    env="CartPole-v1",
+    name="Somebody",
+    mean=450.0,
+    sd=20.0,
+    of="last",
+    source="a book",
+)
+
+
+def reported(capsys, folder, more=""):
+    "What the command prints for a folder."
+    capsys.readouterr()
+    assert rollpipe(f"report {folder} {more}") == 0
+    return capsys.readouterr().out
+
+
+def slow_improvement(xs, ys):
+    "The share of pairs in which the first is greater, by a count; a tie counts half."
+    return np.mean([(x > y) + 0.5 * (x == y) for x in xs for y in ys])
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -116,6 +124,7 @@ def test_the_interquartile_mean_is_what_is_left_without_the_outer_quarters(value
 
 
 X = [3.0, -1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0, 3.5, 8.0]
+
 Y = [10.0, 12.0, 11.0, 19.0, 7.0]
 
 
@@ -139,11 +148,6 @@ def test_the_interval_is_that_of_all_resamples():
     assert (low, high) == pytest.approx(tuple(np.quantile(every, [0.1, 0.9])))
 
 
-def test_resamples_of_several_tasks_keep_the_number_of_runs_of_each():
-    draws = resampled([np.zeros(3), np.ones(5)], 100)
-    assert draws.shape == (100, 8) and (draws.sum(-1) == 5).all()
-
-
 TASKS = st.lists(
     st.tuples(*[st.lists(st.integers(-3, 3), min_size=1, max_size=6)] * 2), min_size=1, max_size=4
 )
@@ -151,14 +155,10 @@ TASKS = st.lists(
 
 @given(TASKS)
 def test_the_probability_of_improvement_against_a_count_of_pairs(tasks):
-    each = [
-        sum((x > y) + 0.5 * (x == y) for x in xs for y in ys) / (len(xs) * len(ys))
-        for xs, ys in tasks
-    ]
+    expected = np.mean([slow_improvement(*task) for task in tasks])
     xs, ys = ([np.array(task[k], float) for task in tasks] for k in (0, 1))
-    assert improvement(xs, ys) == pytest.approx(np.mean(each)) and improvement(
-        ys, xs
-    ) == pytest.approx(1 - np.mean(each))
+    assert improvement(xs, ys) == pytest.approx(expected)
+    assert improvement(ys, xs) == pytest.approx(1 - expected)
 
 
 BOTH = [
@@ -169,24 +169,21 @@ BOTH = [
 
 def test_what_rliable_computes():
     "rliable 1.2.0, 50 000 resamples, two tasks of six runs: `probability_of_improvement`."
-    (xs, ys) = map(list, BOTH)
-    assert improvement(xs, ys) == pytest.approx(0.6736111111) and improvement(
-        xs[:1], ys[:1]
-    ) == pytest.approx(2 / 3)
-    np.testing.assert_allclose(
-        improvement_interval(xs, ys, n=50_000), [0.4375, 0.88194444], atol=0.008
-    )
+    xs, ys = map(list, BOTH)
+    assert improvement(xs, ys) == pytest.approx(0.6736111111)
+    assert improvement(xs[:1], ys[:1]) == pytest.approx(2 / 3)
+    bounds = improvement_interval(xs, ys, n=50_000)
+    np.testing.assert_allclose(bounds, [0.4375, 0.88194444], atol=0.008)
 
 
 def test_the_interval_of_the_improvement_is_that_of_all_pairs_of_resamples():
     "Two runs against two: X and Y are drawn apart, so 16 pairs of resamples have equal probability."
     x = np.array([1.0, 3.0])
     y = np.array([2.0, 2.5])
-    pairs = itertools.product(itertools.product(x, repeat=2), itertools.product(y, repeat=2))
-    every = [np.mean([(a > b) + 0.5 * (a == b) for a in xs for b in ys]) for xs, ys in pairs]
-    np.testing.assert_allclose(
-        improvement_interval([x], [y], n=20_000), np.quantile(every, [0.025, 0.975])
-    )
+    resamples = [[*itertools.product(values, repeat=2)] for values in (x, y)]
+    every = [slow_improvement(*pair) for pair in itertools.product(*resamples)]
+    expected = np.quantile(every, [0.025, 0.975])
+    np.testing.assert_allclose(improvement_interval([x], [y], n=20_000), expected)
     assert improvement_interval([x], [y[:1]]) is None
 
 
@@ -212,19 +209,14 @@ def test_steps_to_a_threshold_against_a_loop(returns, threshold):
 
 
 def test_seeds_of_evaluations_are_apart_from_those_of_the_training():
-    of_training = {
-        int(x)
-        for seed in range(50)
-        for resumes in range(4)
-        for x in np.random.SeedSequence([seed, resumes]).generate_state(4)
+    of_training = set()
+    for seed in itertools.product(range(50), range(4)):
+        of_training.update(map(int, np.random.SeedSequence(seed).generate_state(4)))
+    of_evaluations = {
+        evaluation_seed(*about)
+        for about in itertools.product(range(50), ("training", "last", "best"), (0, 2048, 10**6))
     }
-    of_evaluations = [
-        evaluation_seed(seed, kind, steps)
-        for seed in range(50)
-        for kind in ("training", "last", "best")
-        for steps in (0, 2048, 10**6)
-    ]
-    assert not of_training & set(of_evaluations) and len(set(of_evaluations)) == 450
+    assert not of_training & of_evaluations and len(of_evaluations) == 450
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -232,63 +224,43 @@ def test_seeds_of_evaluations_are_apart_from_those_of_the_training():
 
 def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
     runs = [[0.0, 480.0, 400.0 + 10 * seed] for seed in range(5)]
-    who = dict(
-        algorithm="trpo",
-        env="CartPole-v1",
-        name="Somebody",
-        mean=450.0,
-        sd=20.0,
-        of="last",
-        source="a book",
-    )
-    folder = make_bench(tmp_path / "a", runs, [who])
-    assert rollpipe("report", folder, "--out", tmp_path / "out") == 0
-    out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if line.startswith("| CartPole-v1"))
-    low, high = interval([[r[-1] for r in runs]])
-    assert (
-        f"| 420 [{low:.0f}, {high:.0f}] | 420 +- 15.8 | Somebody: 450 +- 20.0 | 480 [480, 480] |"
-        in line
-    )
-    assert "475: never (0 of 5)" in line
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+    folder = make_bench(tmp_path / "a", runs, [SOMEBODY])
+    place = tmp_path / "out"
+    out = reported(capsys, folder, f"--out {place}")
+    assert sorted(p.name for p in place.iterdir()) == [
         f"report.{x}" for x in ("csv", "html", "jsonl", "md", "png")
     ]
-    rows = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
-    assert [float(row["last"]) for row in rows] == [r[-1] for r in runs] and {
-        row["best_evaluation"] for row in rows
-    } == {"480"}
-    lines = [
-        json.loads(line) for line in (tmp_path / "out" / "report.jsonl").read_text().splitlines()
-    ]
+    texts = {path.suffix: path.read_text() for path in place.iterdir() if path.suffix != ".png"}
+    assert texts[".md"] in out and "Somebody" in texts[".html"]
+
+    # The row of the table
+    (line,) = (line for line in out.splitlines() if line.startswith("| CartPole-v1"))
+    low, high = interval([[returns[-1] for returns in runs]])
+    of_published = "420 +- 15.8 | Somebody: 450 +- 20.0 | 480 [480, 480]"
+    assert f"| 420 [{low:.0f}, {high:.0f}] | {of_published} |" in line
+    assert "475: never (0 of 5)" in line
+
+    # The numbers of each run, and its curve
+    rows = list(csv.DictReader(texts[".csv"].splitlines()))
+    assert [float(row["last"]) for row in rows] == [returns[-1] for returns in runs]
+    assert {row["best_evaluation"] for row in rows} == {"480"}
+    lines = [*map(json.loads, texts[".jsonl"].splitlines())]
     for seed, returns in enumerate(runs):
-        assert [
-            x["mean"] for x in lines if x["seed"] == seed and x["kind"] == "training"
-        ] == returns
-    assert (tmp_path / "out" / "report.md").read_text() in out and "Somebody" in (
-        tmp_path / "out" / "report.html"
-    ).read_text()
+        mine = [x["mean"] for x in lines if x["seed"] == seed and x["kind"] == "training"]
+        assert mine == returns
 
 
 def labelled(folder, rows):
     "A bench of some environments; `rows` are the means of the runs of each label in each."
     make_bench(folder, [])
-    bench = json.loads((folder / BENCH).read_text())
-    about = bench["rows"][0]
-    bench["rows"] = []
+    (about,) = json.loads((folder / BENCH).read_text())["rows"]
+    of_bench = []
     for k, (label, env, means) in enumerate(rows):
-        bench["rows"].append(
-            dict(
-                about,
-                name=f"r{k}",
-                label=label,
-                env=env,
-                seeds=list(range(len(means))),
-            )
-        )
-        for seed, mean in enumerate(means):
-            make_run(folder / f"r{k}-s{seed}", [0.0, 0.0, mean], seed, env=env)
-    (folder / BENCH).write_text(json.dumps(bench))
+        seeds = [*range(len(means))]
+        of_bench.append(dict(about, name=f"r{k}", label=label, env=env, seeds=seeds))
+        for seed in seeds:
+            make_run(folder / f"r{k}-s{seed}", [0.0, 0.0, means[seed]], seed, env=env)
+    change_json(folder / BENCH, rows=of_bench)
     return read_results(folder)
 
 
@@ -301,27 +273,28 @@ def test_labels_are_compared_in_the_environments_that_both_have(tmp_path):
         ("C", "Pendulum-v1", [1.0]),
     ]
     results = labelled(tmp_path / "a", rows)
-    ((label, other, n, middle, bounds),) = improvements(results)
-    assert (label, other, n, middle) == ("A", "B", 1, (1 + 1 + 0.5) / 4) and bounds[
-        0
-    ] < middle < bounds[1]
-    told = f"P(A > B) = 0.62 [{bounds[0]:.2f}, {bounds[1]:.2f}] over 1 environment."
+    ((label, other, n, middle, (low, high)),) = improvements(results)
+    assert (label, other, n, middle) == ("A", "B", 1, (1 + 1 + 0.5) / 4) and low < middle < high
+    told = f"P(A > B) = 0.62 [{low:.2f}, {high:.2f}] over 1 environment."
     assert told in markdown(results) and "P(A &gt; B)" in page(results)
     bad = labelled(tmp_path / "b", [*rows[:2], ("B", "CartPole-v1", [20.0, math.nan])])
     assert not improvements(bad) and "P(A" not in markdown(bad).split("IQM is")[0]
 
 
 def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
-    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0], None, [0.0, 1.0, 2.0]])
+    "A line that was cut off is a run that is unfinished."
+    complete = [0.0, 1.0, 2.0]
+    folder = make_bench(tmp_path / "a", [complete, [0.0, 1.0], None, complete, complete])
     (folder / "a-s3" / "evaluations.jsonl").write_text("nonsense\n")
-    assert rollpipe("report", folder) == 0
-    out = capsys.readouterr().out
+    path = folder / "a-s4" / "evaluations.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    out = reported(capsys, folder)
     for told in (
-        "unfinished, and left out of the numbers: seed 1",
+        "unfinished, and left out of the numbers: seed 1, 4",
         "missing, and left out of the numbers: seed 2",
         "damaged.*seed 3.*line 1",
         "one run has no interval",
-        r"\| 1 of 4 \|.*\| 2.00 \| 2.00 \|",
+        r"\| 1 of 5 \|.*\| 2.00 \| 2.00 \|",
     ):
         assert re.search(told, out), told
 
@@ -331,13 +304,8 @@ def test_evaluations_that_a_run_does_not_have_are_no_obstacle(tmp_path):
     for seed in (0, 1):
         make_run(tmp_path / f"s{seed}", [0.0, 1.0, 2.0], seed)
     path = tmp_path / "s0" / "evaluations.jsonl"
-    path.write_text(
-        "".join(
-            f"{line}\n"
-            for line in path.read_text().splitlines()
-            if json.loads(line)["kind"] != "training"
-        )
-    )
+    lines = path.read_text().splitlines(True)
+    path.write_text("".join(line for line in lines if json.loads(line)["kind"] != "training"))
     (tmp_path / "s1" / "evaluations.jsonl").unlink()
     results = read_results(tmp_path)
     assert math.isnan(results.rows[0].results[0].best) and csv_text(results)
@@ -345,23 +313,12 @@ def test_evaluations_that_a_run_does_not_have_are_no_obstacle(tmp_path):
 
 
 def test_a_return_that_is_not_a_number_is_shown_and_never_averaged(tmp_path, capsys):
-    folder = make_bench(
-        tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, math.nan], [0.0, math.nan, 3.0]]
-    )
-    assert rollpipe("report", folder) == 0
-    out = capsys.readouterr().out
+    runs = [[0.0, 1.0, 2.0], [0.0, 1.0, math.nan], [0.0, math.nan, 3.0]]
+    folder = make_bench(tmp_path / "a", runs)
+    out = reported(capsys, folder)
     assert "| not a number (seed 1) | not a number (seed 1, 2) | not a number (seed 1) |" in out
     assert "+-" not in out and "so there is no mean: seed 1, 2" in out
     assert "NaN" not in (folder / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_line_that_was_cut_off_is_no_obstacle(tmp_path, capsys):
-    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
-    path = folder / "a-s1" / "evaluations.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    assert rollpipe("report", folder) == 0
-    assert "unfinished, and left out of the numbers: seed 1" in capsys.readouterr().out
 
 
 class Page(HTMLParser):
@@ -383,88 +340,59 @@ class Page(HTMLParser):
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_its_names(tmp_path):
-    who = dict(
-        algorithm="trpo",
-        env=HOSTILE,
-        name=HOSTILE,
-        mean=4.0,
-        sd=None,
-        of="best",
-        source=f"https://example.org/{HOSTILE}",
-    )
-    folder = make_bench(
-        tmp_path / "a",
-        [[0.0, 1.0, 2.0], [0.0, 1.0, 3.0]],
-        [who],
-        label=HOSTILE,
-        env=HOSTILE,
-        command=HOSTILE,
-    )
-    (folder / "a-s1" / "config.json").write_text(
-        json.dumps(
-            dict(
-                algorithm=HOSTILE,
-                env=HOSTILE,
-                steps=20,
-                eval_every="10 steps",
-                options={HOSTILE: HOSTILE},
-            )
-        )
-    )
-    assert rollpipe("report", folder) == 0
+    hostile = dict(env=HOSTILE, name=HOSTILE, source=f"https://example.org/{HOSTILE}")
+    who = dict(SOMEBODY, mean=4.0, sd=None, of="best", **hostile)
+    named = dict(label=HOSTILE, env=HOSTILE, command=HOSTILE)
+    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, 3.0]], [who], **named)
+    options = {HOSTILE: HOSTILE}
+    about = dict(algorithm=HOSTILE, env=HOSTILE, steps=20, eval_every="10 steps", options=options)
+    write_json(folder / "a-s1" / "config.json", about)
+    assert rollpipe(f"report {folder}") == 0
+
+    # The names are shown as they are; a long label has several lines.
     text = (folder / "report.html").read_text()
     page = Page(text)
-    shown = " ".join(page.text.split())  # a long label has several lines
-    assert (
-        page.tags.count("svg") >= 2
-        and f"{HOSTILE} (2 runs)" in shown
-        and f"{HOSTILE}: {HOSTILE}, best" in shown
-    )
+    shown = " ".join(page.text.split())
+    assert page.tags.count("svg") >= 2
+    assert f"{HOSTILE} (2 runs)" in shown and f"{HOSTILE}: {HOSTILE}, best" in shown
+
+    # Nothing is run or loaded.
     assert not {"script", "img", "link", "iframe", "object", "a", "base", "form"} & set(page.tags)
-    assert not [
-        name for name, _ in page.attrs if name in ("src", "href", "action") or name.startswith("on")
-    ]
-    ids, used = (
-        [x for name, x in page.attrs if name == "id"],
-        re.findall(r'(?:url\(|href=")#(.*?)[")]', text),
-    )
-    assert (
-        used
-        and len(ids) == len(set(ids))
-        and set(used) <= set(ids)
-        and len(used) == text.count("url(") + text.count("href=")
-    )
-    assert (
-        "@import" not in text
-        and "@font-face" not in text
-        and "default-src 'none'; style-src 'unsafe-inline'\"" in text
-    )
+    names = {name for name, _ in page.attrs}
+    assert not names & {"src", "href", "action"} and not [x for x in names if x.startswith("on")]
+    assert "@import" not in text and "@font-face" not in text
+    assert "default-src 'none'; style-src 'unsafe-inline'\"" in text
+
+    # References are to parts of the page.
+    ids = [x for name, x in page.attrs if name == "id"]
+    used = re.findall(r'(?:url\(|href=")#(.*?)[")]', text)
+    assert used and len(used) == text.count("url(") + text.count("href=")
+    assert len(ids) == len(set(ids)) and set(used) <= set(ids)
+
+    # The other files have no code, either.
     markdown = (folder / "report.md").read_text().partition("Commands:")[0]
     assert "<script" not in markdown and "[a](b)" not in markdown
-    assert not any(
-        cell[:1] in "=+@"
-        for row in csv.reader((folder / "report.csv").read_text().splitlines())
-        for cell in row
-        if cell
-    )
+    rows = csv.reader((folder / "report.csv").read_text().splitlines())
+    assert not [cell for cell in itertools.chain(*rows) if cell[:1] in {*"=+@"}]
 
 
 def test_what_is_wider_than_a_narrow_window_scrolls_by_itself(tmp_path):
-    page = write_report(
-        read_results(make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, 3.0]])), tmp_path / "b"
-    )[-1].read_text()
-    parts = re.split(r'(<div class="wide">|</div>)', page)
+    results = read_results(make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, 3.0]]))
+    page = write_report(results, tmp_path / "b")[-1].read_text()
     depth = 0
-    for part in parts:
+    for part in re.split(r'(<div class="wide">|</div>)', page):
         depth += part.startswith("<div") - (part == "</div>")
         assert depth or not re.search("<svg|<table", part)
+
+    # Paths and names break.
     style = re.search("<style>(.*?)</style>", page, re.S)[1]
-    assert re.search(r"\.wide \{ overflow-x: auto", style) and re.search(
-        r"pre \{[^}]*overflow-x: auto", style
-    )
-    assert (
-        re.search(r"body \{[^}]*overflow-wrap: anywhere", style) and "max-width: 700px" in style
-    )  # paths and names break
+    for rule in (
+        r"\.wide \{ overflow-x: auto",
+        r"pre \{[^}]*overflow-x: auto",
+        r"body \{[^}]*overflow-wrap: anywhere",
+        "max-width: 700px",
+    ):
+        assert re.search(rule, style), rule
 
 
 def test_the_same_runs_give_the_same_bytes_and_a_gap_where_a_return_is_not_a_number(tmp_path):
@@ -474,69 +402,50 @@ def test_the_same_runs_give_the_same_bytes_and_a_gap_where_a_return_is_not_a_num
         for name in "bc"
     )
     assert once == again and b"threshold 475" in once[-1]
-    assert (
-        len(
-            re.findall(
-                rb'<path d="M [^M]*M [^M]*" clip-path="[^"]*" style="fill: none; stroke: #1f77b4',
-                once[-1],
-            )
-        )
-        == 1
-    )
+    line = rb'<path d="M [^M]*M [^M]*" clip-path="[^"]*" style="fill: none; stroke: #1f77b4'
+    assert len(re.findall(line, once[-1])) == 1
 
 
 def test_a_seed_that_is_there_twice_is_said(tmp_path):
     "A copy of a run, or a fork without an edit, is no run of its own."
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        make_run(tmp_path / "runs" / name, [5, 6], seed)
-    text = markdown(read_results(tmp_path / "runs"))
-    assert (
-        "counts a seed more than once, as if its runs were independent: 1." in text
-        and "--seeds 1,2\n" in text
-    )
-    make_run(tmp_path / "other" / "a", [5, 6], 1), make_run(tmp_path / "other" / "b", [5, 6], 2)
-    assert "more than once" not in markdown(read_results(tmp_path / "other"))
+
+    def report_of(name, *seeds):
+        for k, seed in enumerate(seeds):
+            make_run(tmp_path / name / str(k), [5, 6], seed)
+        return markdown(read_results(tmp_path / name))
+
+    text = report_of("runs", 1, 1, 2)
+    assert "counts a seed more than once, as if its runs were independent: 1." in text
+    assert "--seeds 1,2\n" in text
+    assert "more than once" not in report_of("other", 1, 2)
 
 
 def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     for seed in (0, 1):
         make_run(tmp_path / f"x-s{seed}", [0.0, 1.0, 2.0 + seed], seed)
     make_run(tmp_path / "y-s0", [0.0, 1.0, 9.0], options=dict(max_kl=0.5))
-    assert rollpipe("report", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"trpo, max_kl=0.01 \| 2 of 2", out) and re.search(
-        r"trpo, max_kl=0.5 \| 1 of 1", out
-    )
-    assert (
-        "What differs" in (tmp_path / "report.html").read_text()
-        and rollpipe("report", tmp_path / "y-s0") == 0
-    )
+    out = reported(capsys, tmp_path)
+    assert re.search(r"trpo, max_kl=0.01 \| 2 of 2", out)
+    assert re.search(r"trpo, max_kl=0.5 \| 1 of 1", out)
+    assert "What differs" in (tmp_path / "report.html").read_text()
+    assert rollpipe(f"report {tmp_path}/y-s0") == 0
 
 
 def test_plain_runs_of_several_environments_are_compared_over_all_of_them(tmp_path):
     "Settings that differ between environments, as presets do, do not make other experiments."
-    for k, env in enumerate(("CartPole-v1", "Acrobot-v1")):
+    envs = ("CartPole-v1", "Acrobot-v1")
+    other = dict(name="other", algorithm="ppo", options=dict(clip=0.2))
+    for k, env in enumerate(envs):
         for seed, better in ((0, 2.0), (1, 4.0)):
+            about = dict(seed=seed, env=env)
+            options = dict(max_kl=0.1 + k)
             make_run(
-                tmp_path / f"{env}-a{seed}",
-                [0.0, 1.0, 3.0 + better],
-                seed,
-                env=env,
-                options=dict(max_kl=0.1 + k),
+                tmp_path / f"{env}-a{seed}", [0.0, 1.0, 3.0 + better], **about, options=options
             )
-            make_run(
-                tmp_path / f"{env}-b{seed}",
-                [0.0, 1.0, 3.0],
-                seed,
-                env=env,
-                name="other",
-                algorithm="ppo",
-                options=dict(clip=0.2),
-            )
+            make_run(tmp_path / f"{env}-b{seed}", [0.0, 1.0, 3.0], **about, **other)
     results = read_results(tmp_path)
-    assert {(row.env, row.label) for row in results.rows} == {
-        (env, x) for env in ("Acrobot-v1", "CartPole-v1") for x in ("other", "trpo")
-    }
+    found = {(row.env, row.label) for row in results.rows}
+    assert found == {*itertools.product(envs, ("other", "trpo"))}
     # four pairs, all won: the exact interval begins at 0.025 ** (1 / 4)
     assert "P(trpo > other) = 1.00 [0.40, 1.00] over 2 environments." in markdown(results)
 
@@ -545,66 +454,21 @@ def test_plain_runs_of_several_environments_are_compared_over_all_of_them(tmp_pa
 def test_a_report_does_not_go_where_a_file_is(tmp_path, out, capsys):
     folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]])
     (tmp_path / "file").write_text("mine")
-    assert rollpipe("report", folder, "--out", tmp_path / out) == 2
-    assert (
-        f"{tmp_path}/file: this is a file. Expected a folder, or a path where nothing is"
-        in capsys.readouterr().err
-    )
+    told = f"{tmp_path}/file: this is a file. Expected a folder, or a path where nothing is"
+    assert told in error_of(capsys, f"report {folder} --out {tmp_path / out}")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_runs_of_a_row_that_were_trained_otherwise_are_named(tmp_path, capsys):
-    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], None, None])
-    make_run(folder / "a-s1", [0.0, 1.0, 2.0], 1, options=dict(max_kl=0.5), device="cuda")
-    make_run(
-        folder / "a-s2",
-        [0.0, 1.0, 2.0, 3.0],
-        2,
-        steps=30,
-        name="third",
-        origins=dict(max_kl="preset"),
-    )
-    assert rollpipe("report", folder) == 0
+    means = [0.0, 1.0, 2.0]
+    folder = make_bench(tmp_path / "a", [means, None, None])
+    make_run(folder / "a-s1", means, 1, options=dict(max_kl=0.5), device="cuda")
+    longer = dict(steps=30, name="third", origins=dict(max_kl="preset"))
+    make_run(folder / "a-s2", [*means, 3.0], 2, **longer)
+    out = reported(capsys, folder)
     told = "TRPO on CartPole-v1: its runs do not have the same options: steps (20 | 30), max_kl (0.01 | 0.5), device (- | cuda)."
-    assert (
-        told in capsys.readouterr().out.replace("\\", "")
-        and told in Page((folder / "report.html").read_text()).text
-    )
-
-
-def test_a_row_that_has_not_begun_differs_in_nothing(tmp_path):
-    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]])
-    bench = json.loads((folder / BENCH).read_text())
-    bench["rows"].append(dict(bench["rows"][0], name="b", label="OTHER"))
-    (folder / BENCH).write_text(json.dumps(bench))
-    rows = read_results(folder).rows
-    assert [x.state for row in rows for x in row.results] == [
-        "complete",
-        "missing",
-    ] and not differing_options(x.results for x in rows)
-
-
-def test_what_was_edited_or_forked_is_said_beside_its_command(tmp_path):
-    folder = make_bench(tmp_path / "a", [None])
-    make_run(
-        folder / "a-s0",
-        [0.0, 1.0, 2.0],
-        options=dict(max_kl=0.01),
-        history=[BEGAN, dict(event="edited", at=1, set=dict(max_kl=0.5))],
-    )
-    fork = {**BEGAN, "event": "forked", "at": 3, "run": "base", "set": dict(max_kl=0.01)}
-    make_run(tmp_path / "b" / "x", [0.0, 1.0, 2.0], history=[fork])
-    told = (
-        "was edited while it trained, or is a fork, so the command does not train it again: seed 0"
-    )
-    for name, why in dict(
-        a="max_kl=0.5 after update 1", b="a fork of base after update 3, with max_kl=0.01"
-    ).items():
-        assert any(
-            note.endswith(f"{told} ({why}).") for note in notes_of(read_results(tmp_path / name))
-        )
-    make_run(tmp_path / "c" / "x", [0.0, 1.0, 2.0])
-    assert not any(told in note for note in notes_of(read_results(tmp_path / "c")))
+    assert told in out.replace("\\", "")
+    assert told in Page((folder / "report.html").read_text()).text
 
 
 WHY = "the mean return 500 has reached stop_at_return=450"
@@ -612,23 +476,16 @@ WHY = "the mean return 500 has reached stop_at_return=450"
 
 def test_runs_that_stopped_early_have_the_steps_that_they_made(tmp_path):
     folder = make_bench(tmp_path / "a", [None, None])
+    history = [BEGAN, dict(event="stopped", at=2, why=WHY)]
     for seed in (0, 1):
-        make_run(
-            folder / f"a-s{seed}",
-            [0.0, 1.0, 500.0],
-            seed,
-            history=[BEGAN, dict(event="stopped", at=2, why=WHY)],
-        )
-    for config in folder.glob("*/config.json"):
-        config.write_text(json.dumps(dict(json.loads(config.read_text()), steps=50_000)))
-    text = markdown(results := read_results(folder))
-    assert "| 2 of 2 | 20 |" in text and {
-        x["steps"] for x in csv.DictReader(csv_text(results).splitlines())
-    } == {"20"}
-    assert (
-        "stopped before its last step: seed 0 (the mean return 500 has reached stop_at_return=450), 1 ("
-        in text.replace("\\", "")
-    )
+        run = folder / f"a-s{seed}"
+        make_run(run, [0.0, 1.0, 500.0], seed, history=history)
+        change_json(run / "config.json", steps=50_000)
+    results = read_results(folder)
+    text = markdown(results).replace("\\", "")
+    assert "| 2 of 2 | 20 |" in text
+    assert {x["steps"] for x in csv.DictReader(csv_text(results).splitlines())} == {"20"}
+    assert f"stopped before its last step: seed 0 ({WHY}), 1 (" in text
 
 
 def test_a_curve_keeps_the_evaluations_of_an_interval_that_became_longer(tmp_path):
@@ -644,113 +501,90 @@ def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_e
     for seed in (0, 1):
         make_run(tmp_path / f"x-s{seed}", [0.0, 1.0, 2.0], seed, ranks=2)
     make_run(tmp_path / "y-s3", [0.0, 1.0, 2.0], 3, name="alone")
-    assert rollpipe("report", tmp_path) == 0
-    out = capsys.readouterr().out
-    each = [
-        f"torchrun --standalone --nproc-per-node 2 -m rollpipe train trpo CartPole-v1 --config {tmp_path}/x-s{seed}/config.json "
-        f"--seed {seed}"
-        for seed in (0, 1)
-    ]
+    out = reported(capsys, tmp_path)
+    torchrun = "torchrun --standalone --nproc-per-node 2 -m rollpipe"
+    words = f"train trpo CartPole-v1 --config {tmp_path}"
+    each = [f"{torchrun} {words}/x-s{seed}/config.json --seed {seed}" for seed in (0, 1)]
     assert f"    {' && '.join(each)}\n" in out
-    assert (
-        f"    rollpipe train trpo CartPole-v1 --config {tmp_path}/y-s3/config.json --seeds 3\n"
-        in out
-    )
+    assert f"    rollpipe {words}/y-s3/config.json --seeds 3\n" in out
 
 
 def test_runs_of_another_program_tell_their_own_command(tmp_path, capsys):
+    command = "python peer.py --seed SEED"
     for seed in (0, 1):
-        make_run(
-            tmp_path / f"x-s{seed}", [0.0, 1.0, 2.0], seed, command="python peer.py --seed SEED"
-        )
-    assert rollpipe("report", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert out.count("    python peer.py --seed SEED\n") == 1 and "rollpipe train" not in out
+        make_run(tmp_path / f"x-s{seed}", [0.0, 1.0, 2.0], seed, command=command)
+    out = reported(capsys, tmp_path)
+    assert out.count(f"    {command}\n") == 1 and "rollpipe train" not in out
+
+
+CONFIG = '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'
+
+
+OTHER_VERSION = "made by another version of rollpipe. Expected format 1, got "
+
+
+NO_EVALUATIONS = "its runs have no evaluations. Expected runs of .*--eval-every 'N steps'"
+
+
+OTHER_EVALUATIONS = '{"format": 3, "kind": "last"}\n'
 
 
 @pytest.mark.parametrize(
     "files, told",
     [
-        ({}, "has no results. Expected bench.json"),
-        ({BENCH: "{"}, "bench.json: not JSON"),
-        (
-            {BENCH: '{"format": 2, "rows": []}'},
-            "made by another version of rollpipe. Expected format 1, got 2",
-        ),
         ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
-        (
-            {"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'},
-            "its runs have no evaluations. Expected runs of .*--eval-every 'N steps'",
-        ),
+        ({"x/config.json": CONFIG}, NO_EVALUATIONS),
         ({"x/config.json": "?"}, "config.json: not JSON"),
-        (
-            {
-                "x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}',
-                "x/evaluations.jsonl": '{"format": 3, "kind": "last"}\n',
-            },
-            "made by another version of rollpipe. Expected format 1, got 3",
-        ),
+        ({"x/config.json": CONFIG, "x/evaluations.jsonl": OTHER_EVALUATIONS}, f"{OTHER_VERSION}3"),
     ],
 )
 def test_a_folder_of_another_kind_is_refused(tmp_path, capsys, files, told):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert rollpipe("report", tmp_path) == 2
-    err = capsys.readouterr().err
+    err = error_of(capsys, f"report {tmp_path}")
     assert re.search(told, err) and err.count("\n") == 1
     assert not (tmp_path / "report.md").exists()
 
 
+NO_NUMBER = "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got "
+
+
 @pytest.mark.parametrize(
-    "damage, told",
+    "name, value, told",
     [
-        (dict(title=None), "bench.json: damaged: wrong type of value. Expected a text, got None"),
-        (dict(rows=[]), "bench.json: damaged: has no rows"),
-        (dict(rows=[3]), "bench.json: damaged: wrong type of value"),
+        ("title", None, "damaged: wrong type of value. Expected a text, got None"),
+        ("rows", [], "damaged: has no rows"),
+        ("rows", [3], "damaged: wrong type of value"),
         (
-            dict(label=["a"]),
-            "leaf label: .*bench.json: damaged, row 1: wrong type of value. Expected a text, got \\['a'\\]",
+            "label",
+            ["a"],
+            r"leaf label: .*bench.json: damaged, row 1: wrong type of value. Expected a text, got \['a'\]",
         ),
+        ("threshold", "475", f"{NO_NUMBER}'475'"),
+        ("threshold", math.nan, f"{NO_NUMBER}nan"),
+        ("threshold", 10**400, f"{NO_NUMBER}1000"),
         (
-            dict(threshold="475"),
-            "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got '475'",
-        ),
-        (
-            dict(threshold=math.nan),
-            "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got nan",
-        ),
-        (
-            dict(threshold=10**400),
-            "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got 1000",
-        ),
-        (
-            dict(seeds=3),
+            "seeds",
+            3,
             "leaf seeds: .*damaged, row 1: wrong type of value. Expected a list of whole numbers, got 3",
         ),
-        (
-            dict(published=[{}]),
-            "bench.json: damaged, published 1: a key is missing. Expected algorithm",
-        ),
+        ("published", [{}], "damaged, published 1: a key is missing. Expected algorithm"),
     ],
 )
-def test_what_is_wrong_in_the_file_of_a_bench_is_named(tmp_path, capsys, damage, told):
+def test_what_is_wrong_in_the_file_of_a_bench_is_named(tmp_path, capsys, name, value, told):
     folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]])
-    found = json.loads((folder / BENCH).read_text())
-    for name, x in damage.items():
-        (found if name in found else found["rows"][0])[name] = x
-    (folder / BENCH).write_text(json.dumps(found))
-    for words in (["report", folder], ["bench", _spec(tmp_path), "--dir", folder]):
-        assert rollpipe(*words) == 2
-        err = capsys.readouterr().err
-        assert re.search(told, err) and err.count("\n") == 1
-
-
-def _spec(folder):
-    (folder / "spec.toml").write_text(
-        '[[row]]\nalgorithm = "trpo"\nenv = "CartPole-v1"\nsteps = 64\n'
-    )
-    return folder / "spec.toml"
+    bench = json.loads((folder / BENCH).read_text())
+    if name in bench:
+        bench[name] = value
+    else:
+        bench["rows"][0][name] = value
+    write_json(folder / BENCH, bench)
+    spec = tmp_path / "spec.toml"
+    spec.write_text('[[row]]\nalgorithm = "trpo"\nenv = "CartPole-v1"\nsteps = 64\n')
+    for words in (f"report {folder}", f"bench {spec} --dir {folder}"):
+        err = error_of(capsys, words)
+        assert re.search(told, err) and "bench.json" in err and err.count("\n") == 1
 
 
 def places(tree, at=()):
@@ -847,57 +681,32 @@ def charts_once(monkeypatch):
 def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(
     tmp_path, charts_once, is_bench, name
 ):
-    who = dict(
-        algorithm="trpo",
-        env="CartPole-v1",
-        name="Somebody",
-        mean=450.0,
-        sd=20.0,
-        of="last",
-        source="a book",
-    )
-    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]], [who], threshold=3.0)
-    config = json.loads((folder / "a-s0" / "config.json").read_text())
-    (folder / "a-s0" / "config.json").write_text(
-        json.dumps(
-            dict(
-                config,
-                name="n",
-                imports=["rollpipe"],
-                env_kwargs=dict(g=1),
-                ranks=1,
-            )
-        )
-    )
+    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]], [SOMEBODY], threshold=3.0)
+    run = folder / "a-s0"
+    more = dict(name="n", imports=["rollpipe"], env_kwargs=dict(g=1), ranks=1)
+    change_json(run / "config.json", **more)
     fork = {**BEGAN, "event": "forked", "at": 1, "run": "r", "set": dict(k=1)}
     edit = dict(event="edited", at=1, insert="m:f", kwargs=dict(k=1))
-    History([fork, edit, dict(event="stopped", at=1, why="x")]).write(folder / "a-s0")
+    History([fork, edit, dict(event="stopped", at=1, why="x")]).write(run)
     if not is_bench:
         (folder / BENCH).unlink()
+
+    # Everything in the first line, or in the file, becomes something odd.
     path = folder / name
     first, *more = [path.read_text()] if name.endswith(".json") else path.read_text().splitlines()
-    texts = [damaged(json.loads(first), at, x) for at in places(json.loads(first)) for x in ODD]
-    contents = ["\n".join([text, *more, ""]).encode() for text in texts] + [
-        b"\xff\xfe\n",
-        b"{\n",
-        first.encode("utf-16") + b"\n",
-    ]
+    tree = json.loads(first)
+    texts = [damaged(tree, at, odd) for at in places(tree) for odd in ODD]
+    contents = ["\n".join([text, *more, ""]).encode() for text in texts]
+    contents += [b"\xff\xfe\n", b"{\n", first.encode("utf-16") + b"\n"]
     refused = 0
     for content in contents:
         path.write_bytes(content)
         try:
             results = read_results(folder)
-            "".join(
-                [markdown(results), csv_text(results), curves_text(results), page(results)]
-            ).encode()
+            for make in (markdown, csv_text, curves_text, page):
+                make(results).encode()
         except DataError as e:
             refused += 1
             assert str(path) in str(e), content[:200]
-    assert (
-        is_bench and name != BENCH or refused > 10
-    )  # a bench says in its notes which of its runs are damaged
-
-
-def test_there_is_no_such_folder(tmp_path):
-    with pytest.raises(DataError, match="there is no such folder"):
-        read_results(tmp_path / "x")
+    # A bench says in its notes which of its runs are damaged.
+    assert (is_bench and name != BENCH) or refused > 10

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gallery import refused
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -240,5 +241,12 @@ def running(repository):
 
 
 def test_another_package_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="rollpipe was imported from"):
-        stream_cases.run(tmp_path, tmp_path / "out", ("streams",), ())
+    refused(
+        "rollpipe was imported from",
+        stream_cases.run,
+        tmp_path,
+        tmp_path / "out",
+        ("streams",),
+        (),
+        error=SystemExit,
+    )

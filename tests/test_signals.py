@@ -13,19 +13,20 @@ import gymnasium
 import pytest
 from command_line import wait_for
 from forked import Forked
+from gallery import gone_on, quietly
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import WorkerError
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import signals
-from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.folder import load_run, start
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.signals import STOP_SIGNALS, Stopped, stop_signals, uninterrupted
-from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
+
 SCRIPT = """
 import signal, sys
 from rollpipe.settings.config import make_config
@@ -36,7 +37,23 @@ config = make_config("trpo", "CartPole-v1", dict(n_steps=64, n_envs=2, hidden=(8
 try: train(start("run", config), progress=False, tensorboard=False)
 finally: print("the script went on", flush=True)
 """
+
 OWN = "def own(number, frame): sys.exit(7)\nsignal.signal(signal.SIGTERM, own)"
+
+
+PROGRAM = (
+    "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
+)
+
+
+@contextmanager
+def importing(folder, **kwargs):
+    "A command in a process of its own, while it imports a torch that takes half a minute."
+    (folder / "slow" / "torch").mkdir(parents=True)
+    (folder / "slow" / "torch" / "__init__.py").write_text(SLOW)
+    with python(folder, "-c", PROGRAM, "train", "trpo", "CartPole-v1", **kwargs) as child:
+        wait_for((folder / "importing").exists, child)
+        yield child
 
 
 def script(folder, handler=""):
@@ -60,30 +77,17 @@ def records(folder):
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code, monkeypatch):
-    (tmp_path / "slow" / "torch").mkdir(parents=True)
-    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW)
-    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
-    with python(tmp_path, "-c", program, "train", "trpo", "CartPole-v1") as child:
-        wait_for((tmp_path / "importing").exists, child)
+def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code):
+    with importing(tmp_path) as child:
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=20)
     assert (child.returncode, out, err) == (code, "", "\ninterrupted\n")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["importing", "slow"]
+    assert sorted(os.listdir(tmp_path)) == ["importing", "slow"]
 
 
 def test_nohup_is_respected_during_the_imports(tmp_path):
-    (tmp_path / "slow" / "torch").mkdir(parents=True)
-    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW)
-    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
-    with python(
-        tmp_path,
-        "-c",
-        program,
-        "train",
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    ) as child:
-        wait_for((tmp_path / "importing").exists, child)
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with importing(tmp_path, preexec_fn=ignore) as child:
         child.send_signal(signal.SIGHUP)
         time.sleep(0.5)
         assert child.poll() is None
@@ -194,7 +198,7 @@ def struck(run, event, error):
         return event() if record["updates"] == 6 else None
 
     with stop_signals(), pytest.raises(error):
-        train(run, progress=False, tensorboard=False, callbacks=[callback])
+        quietly(run, callbacks=[callback])
     return load_checkpoint(run.checkpoint)
 
 
@@ -206,19 +210,15 @@ def struck(run, event, error):
 def test_an_evaluation_that_ends_within_a_batch_leaves_learner_and_stream_together(
     number, reaches_all, error, tmp_path
 ):
-    twin = small_run(tmp_path / "twin", exact=True)
+    "An answer that was sent before the strike is taken first."
+    twin = quietly(small_run(tmp_path / "twin", exact=True))
     one = small_run(tmp_path / "one", exact=True, eval_every=1)
-    train(twin, progress=False, tensorboard=False)
     found = struck(one, lambda: PLANNED.append(partial(strike, number, reaches_all)), error)
-    last = (
-        (7, 8) if error is WorkerError else (7,)
-    )  # an answer that was sent before the strike is taken first
+    last = (7, 8) if error is WorkerError else (7,)
     assert found.counters["updates"] in last and found.stream is not None
-    train(resume(one.folder), progress=False, tensorboard=False)
-    assert (
-        first_difference(*(load_checkpoint(run.checkpoint).agent_state for run in (twin, one)))
-        is None
-    )
+    gone_on(one.folder)
+    ours, theirs = (load_checkpoint(run.checkpoint).agent_state for run in (twin, one))
+    assert first_difference(ours, theirs) is None
 
 
 @pytest.mark.parametrize("is_exact, updates", [(True, 5), (False, 6)])
@@ -226,9 +226,6 @@ def test_a_signal_that_has_ended_the_workers_while_the_learner_learned_is_report
     is_exact, updates, tmp_path
 ):
     "The states of their environments are lost. The last update is saved without them, unless that would replace an exact checkpoint."
-    found = struck(
-        small_run(tmp_path / "run", exact=is_exact, workers=1),
-        partial(strike, signal.SIGTERM),
-        Stopped,
-    )
+    run = small_run(tmp_path / "run", exact=is_exact, workers=1)
+    found = struck(run, partial(strike, signal.SIGTERM), Stopped)
     assert (found.counters["updates"], found.stream is not None) == (updates, is_exact)

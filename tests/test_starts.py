@@ -5,13 +5,13 @@ import re
 import warnings
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import gymnasium as gym
 import lonely_envs as lonely
 import pytest
 import torch
-from command_line import rollpipe
+from command_line import QUIET, rollpipe
+from gallery import check_same, refused
 from tensor_worlds import CartPole
 
 from rollpipe.agents.evaluate import RandomActor, evaluate
@@ -28,7 +28,10 @@ from rollpipe.testing import check_env
 from rollpipe.testing.env_rules import ENV_CLOSE, ENV_UNDISTURBED
 from rollpipe.tuning.tune import returns_of_training
 
-RUN = [*"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()]
+RUN = f"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 {QUIET}"
+
+
+RETURNS = [30.0]
 
 
 @pytest.fixture(autouse=True)
@@ -38,20 +41,24 @@ def nothing_is_open():
     lonely.OnlyOneRuns.taken.clear()
 
 
-def trained(folder, kind, *words, steps=64, code=0):
+def trained(folder, kind, more="", steps=64):
     "Train on the command line."
-    words = [
-        "train",
-        "ppo",
-        f"{kind.__name__}-v0",
-        "--import",
-        "lonely_envs",
-        "--steps",
-        steps,
-        *words,
-    ]
-    assert rollpipe(*words, "--out", folder, *RUN) == code
+    words = f"train ppo {kind.__name__}-v0 --import lonely_envs --steps {steps}"
+    assert rollpipe(f"{words} {more} --out {folder} {RUN}") == 0
     return folder
+
+
+def resumed(run, steps):
+    assert rollpipe(f"train --resume {run} --steps {steps} {QUIET}") == 0
+    return run
+
+
+def of_pole(seed=0):
+    return RandomActor(gym.spaces.Discrete(2), seed=seed)
+
+
+def vector_of(kind):
+    return lambda: gym.vector.SyncVectorEnv([kind] * 2)
 
 
 def random_actor():
@@ -86,9 +93,6 @@ def test_common_environments_do_not_disturb_one_another(name):
 
 
 def test_vectors_and_tensors_may_disturb_one_another_too():
-    def vector():
-        return gym.vector.SyncVectorEnv([lonely.OneClock] * 2)
-
     class Shared(CartPole):
         "All instances pay what the clock says, which belongs to the class."
 
@@ -101,31 +105,31 @@ def test_vectors_and_tensors_may_disturb_one_another_too():
             self.seen = self.clock[0]
             return obs, rew * 0 + (self.clock[0] - seen), *rest
 
-    for make in (vector, partial(Shared, 2)):
+    for make in (vector_of(lonely.OneClock), partial(Shared, 2)):
         assert "reward" in keeper_for(make).disturbed
-    for make in (lambda: gym.vector.SyncVectorEnv([lonely.Walk] * 2), partial(CartPole, 2)):
+    for make in (vector_of(lonely.Walk), partial(CartPole, 2)):
         assert keeper_for(make).alone is None
     assert [x.rule for x in check_env(Shared, raises=False)] == [ENV_UNDISTURBED]
 
 
 def test_an_evaluation_plays_one_at_a_time_where_others_would_disturb_it(caplog):
     for source in ("OneClock-v0", lonely.OneClock):
-        assert evaluate(source, random_actor(), 4, seed=1).returns.tolist() == [30.0] * 4
+        assert evaluate(source, random_actor(), 4, seed=1).returns.tolist() == RETURNS * 4
         assert "disturb one another" in caplog.text and "one at a time" in caplog.text
         caplog.clear()
+
+    # It does what it is told, and says what comes of it.
     assert evaluate("OneClock-v0", random_actor(), 4, n_envs=2, seed=1).mean > 30
-    assert "n_envs=2" in caplog.text  # it does what it is told, and says what comes of it
+    assert "n_envs=2" in caplog.text
     with ParallelEvaluation("OneClock-v0", random_actor(), 4, seed=1) as evaluation:
         evaluation.request()
         [answer] = evaluation.wait()
-    assert answer.evaluation.returns.tolist() == [30.0] * 4
+    assert answer.evaluation.returns.tolist() == RETURNS * 4
 
 
 def test_other_evaluations_stay_side_by_side():
-    beside = evaluate("CartPole-v1", RandomActor(gym.spaces.Discrete(2), seed=0), 8, seed=3)
-    eight = evaluate(
-        "CartPole-v1", RandomActor(gym.spaces.Discrete(2), seed=0), 8, seed=3, n_envs=8
-    )
+    beside = evaluate("CartPole-v1", of_pole(), 8, seed=3)
+    eight = evaluate("CartPole-v1", of_pole(), 8, seed=3, n_envs=8)
     assert beside.returns.tolist() == eight.returns.tolist()
 
 
@@ -133,8 +137,8 @@ def test_other_evaluations_stay_side_by_side():
 @pytest.mark.parametrize("every", ["1", "32 steps"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_training_and_its_evaluations_do_not_disturb_one_another(tmp_path, every, workers):
-    words = "--eval-episodes", 4, "--final-episodes", 4, "--workers", workers
-    run = trained(tmp_path / "run", lonely.OneClock, "--eval-every", every, *words, steps=128)
+    more = f"--eval-every '{every}' --eval-episodes 4 --final-episodes 4 --workers {workers}"
+    run = trained(tmp_path / "run", lonely.OneClock, more, steps=128)
     assert {x for x in read_metrics(run)["return_mean"] if x == x} == {30.0}
     assert load_run(run, best=True).evaluated["eval_return_mean"] == 30.0
     if every != "1":
@@ -149,14 +153,9 @@ def test_the_trials_of_a_search_do_not_disturb_their_evaluations():
 
 def test_the_evaluation_on_the_command_line_plays_one_at_a_time(tmp_path, capsys):
     run = trained(tmp_path / "run", lonely.OneClock)
-    for words, mean in (
-        ((), "return 30.0"),
-        (("--n-envs", 1), "return 30.0"),
-        (("--n-envs", 4), None),
-    ):
-        assert rollpipe("evaluate", run, "--episodes", 4, *words) == 0
-        found = capsys.readouterr().out
-        assert (mean in found) if mean else "return 30.0" not in found
+    for more, is_alone in (("", True), ("--n-envs 1", True), ("--n-envs 4", False)):
+        assert rollpipe(f"evaluate {run} --episodes 4 {more}") == 0
+        assert ("return 30.0" in capsys.readouterr().out) == is_alone
 
 
 # -- only one in a process --------------------------------------------------------------------------------------------
@@ -168,25 +167,19 @@ def test_the_evaluation_on_the_command_line_plays_one_at_a_time(tmp_path, capsys
     [(lonely.OnlyOne, False), (lonely.OnlyOneRuns, False), (lonely.OnlyOneHidden, True)],
 )
 def test_an_environment_of_which_a_process_has_one_can_be_trained(tmp_path, kind, inexact, caplog):
-    words = "--eval-every", "32 steps", "--eval-episodes", 2, "--final-episodes", 2
-    run = trained(tmp_path / "run", kind, *words, steps=96)
+    more = "--eval-every '32 steps' --eval-episodes 2 --final-episodes 2"
+    run = trained(tmp_path / "run", kind, more, steps=96)
     assert "a process can have only one" in caplog.text
     assert (load_run(run).history.inexact is not None) == inexact
     assert inexact or "begin new episodes" not in caplog.text
-    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 0
-    assert rollpipe("evaluate", run, "--episodes", 3) == 0
+    resumed(run, 128)
+    assert rollpipe(f"evaluate {run} --episodes 3") == 0
 
 
 def test_an_exact_run_with_only_one_environment_goes_on_exactly(tmp_path):
-    def weights(run):
-        return [
-            x for x in load_run(run).agent_state["actor"].values() if isinstance(x, torch.Tensor)
-        ]
-
     whole = trained(tmp_path / "whole", lonely.OnlyOne, "--exact", steps=128)
-    parts = trained(tmp_path / "parts", lonely.OnlyOne, "--exact", steps=64)
-    assert rollpipe("train", "--resume", parts, "--steps", 128, "--quiet", "--no-tensorboard") == 0
-    assert all(map(torch.equal, weights(whole), weights(parts)))
+    parts = resumed(trained(tmp_path / "parts", lonely.OnlyOne, "--exact", steps=64), 128)
+    check_same(whole, parts)
 
 
 @pytest.mark.parametrize("kind", [lonely.OnlyOne, lonely.OnlyOneRuns])
@@ -205,24 +198,26 @@ def test_check_env_says_that_a_process_has_only_one(kind, caplog):
 
 def test_an_error_of_close_is_a_warning_everywhere(tmp_path):
     "Whoever closes the environment."
+    play = partial(evaluate, n_envs=1)
+    run = tmp_path / "run"
 
-    def warned(call):
+    def warned(call, *args):
         with pytest.warns(UserWarning, match=r"CloseFails.*close\(\) raised AttributeError"):
-            return call()
+            return call(*args)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        run = warned(lambda: trained(tmp_path / "run", lonely.CloseFails))
-        warned(lambda: rollpipe("evaluate", run, "--episodes", 2))
-        warned(lambda: trained(tmp_path / "two", lonely.CloseFails, "--workers", 2, "--lanes", 2))
-    warned(lambda: spaces_of("CloseFails-v0"))
-    warned(lambda: evaluate(lonely.CloseFails, random_actor(), 2, n_envs=1))
-    assert warned(lambda: keeper_for(lonely.CloseFails)).name == "replay (episode)"
+        warned(trained, run, lonely.CloseFails)
+        warned(rollpipe, f"evaluate {run} --episodes 2")
+        warned(trained, tmp_path / "two", lonely.CloseFails, "--workers 2 --lanes 2")
+    warned(spaces_of, "CloseFails-v0")
+    warned(play, lonely.CloseFails, random_actor(), 2)
+    assert warned(keeper_for, lonely.CloseFails).name == "replay (episode)"
 
     def CloseFailsVector():
         return gym.vector.SyncVectorEnv([lonely.CloseFails])
 
-    warned(lambda: evaluate(CloseFailsVector, random_actor(), 2, n_envs=1))
+    warned(play, CloseFailsVector, random_actor(), 2)
     with pytest.warns(UserWarning, match="close"), pytest.raises(EnvError, match="filmed"):
         evaluate(lonely.CloseFails, random_actor(), 1, record=tmp_path / "film.gif")
     assert {x.rule for x in check_env(lonely.CloseFails, raises=False)} == {ENV_CLOSE}
@@ -233,13 +228,25 @@ def test_an_error_of_the_close_of_tensors_is_a_warning():
         def close(self):
             raise OSError("busy")
 
-    pipe = TensorCollector(Stuck, RandomTensors(), 3, 2)
-    with pytest.warns(UserWarning, match=r"Stuck.*close\(\) raised OSError: busy"):
-        items = iter(pipe)
-        next(items)
+    told = r"Stuck.*close\(\) raised OSError: busy"
+    items = iter(TensorCollector(Stuck, RandomTensors(), 3, 2))
+    next(items)
+    with pytest.warns(UserWarning, match=told):
         items.close()
-    with pytest.warns(UserWarning, match=r"Stuck.*close\(\) raised OSError: busy"):
+    with pytest.warns(UserWarning, match=told):
         assert keeper_for(partial(Stuck, 2)).name == "copy"
+
+
+def seeing(kind):
+    "An environment that notes the seeds of its episodes, and the list of them."
+    seen = []
+
+    class Seen(kind):
+        def begin(self, seed):
+            seen.append(seed)
+            super().begin(seed)
+
+    return Seen, seen
 
 
 class RandomTensors:
@@ -260,26 +267,16 @@ def kept(stepper, n_lanes=None):
 
 
 def test_the_test_of_keeping_plays_with_the_seeds_of_the_stream(tmp_path):
-    seen = []
-
-    class Seen(lonely.IfSeed):
-        def begin(self, seed):
-            seen.append(seed)
-            super().begin(seed)
-
-    assert (
-        kept(EnvStepper(Seen, random_actor(), 2), 3)
-        == kept(EnvStepper(Seen, random_actor(), seed=4))
-        == "replay (all)"
-    )
+    Seen, seen = seeing(lonely.IfSeed)
+    assert kept(EnvStepper(Seen, random_actor(), 2), 3) == "replay (all)"
+    assert kept(EnvStepper(Seen, random_actor(), seed=4)) == "replay (all)"
     assert 0 not in seen
     seen.clear()
     pipe = Lanes(FragmentCollector(EnvStepper(Seen, random_actor(), 2), 4), 3, seed=5)
     keep_environments(pipe)
     first = seen[0]
     seen.clear()
-    items = iter(pipe)
-    next(items)
+    next(iter(pipe))
     assert seen[0] == first
     run = trained(tmp_path / "run", lonely.IfSeed)
     assert load_run(run).history.inexact is None
@@ -294,17 +291,18 @@ def test_seed_0_is_never_given():
     assert kept(EnvStepper(Refuses, random_actor(), 2), 3) == "replay (episode)"
 
 
-def test_the_test_of_keeping_has_the_options_of_the_stream():
-    assert kept(EnvStepper(lonely.NeedsSeed, random_actor(), seed=1)) == "none"
-    assert (
-        kept(EnvStepper(lonely.NeedsSeed, random_actor(), seed=1, episode_seeds=True))
-        == "replay (all)"
-    )
-    assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1)) == "none"
-    assert (
-        kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=())) == "replay (episode)"
-    )
-    assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=["noise"])) == "none"
+@pytest.mark.parametrize(
+    "kind, options, name",
+    [
+        (lonely.NeedsSeed, {}, "none"),
+        (lonely.NeedsSeed, dict(episode_seeds=True), "replay (all)"),
+        (lonely.Clocked, {}, "none"),
+        (lonely.Clocked, dict(info_keys=()), "replay (episode)"),
+        (lonely.Clocked, dict(info_keys=["noise"]), "none"),
+    ],
+)
+def test_the_test_of_keeping_has_the_options_of_the_stream(kind, options, name):
+    assert kept(EnvStepper(kind, random_actor(), seed=1, **options)) == name
 
 
 def test_texts_among_the_infos_do_not_matter():
@@ -317,49 +315,51 @@ def test_texts_among_the_infos_do_not_matter():
 
 
 def test_a_vector_is_tested_with_the_seeds_of_its_stream():
-    seen = []
-
-    class Seen(lonely.Walk):
-        def begin(self, seed):
-            seen.append(seed)
-            super().begin(seed)
-
-    stepper = EnvStepper(lambda: gym.vector.SyncVectorEnv([Seen] * 2), random_actor(), seed=3)
+    Seen, seen = seeing(lonely.Walk)
+    stepper = EnvStepper(vector_of(Seen), random_actor(), seed=3)
     keep_environments(stepper)
     tested = seen[:2]
     seen.clear()
-    items = iter(stepper)
-    next(items)
+    next(iter(stepper))
     assert seen[:2] == tested and None not in tested
 
 
 # -- the price --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    "Calls something, and returns how many environments this process has made meanwhile, and the others."
+
+    def count(call, *args, **kwargs):
+        file = tmp_path / "counted.txt"
+        file.unlink(missing_ok=True)
+        monkeypatch.setenv("COUNTED", str(file))
+        call(*args, **kwargs)
+        of_process = Counter(file.read_text().split())
+        return of_process.pop(str(os.getpid())), sorted(of_process.values())
+
+    return count
+
+
+# -- the price --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_a_start_makes_three_environments(tmp_path, monkeypatch):
-    def made(name, *words):
-        monkeypatch.setenv("COUNTED", str(tmp_path / f"{name}.txt"))
-        trained(tmp_path / name, lonely.Counted, *words)
-        here = str(os.getpid())
-        pids = Counter(Path(os.environ["COUNTED"]).read_text().split())
-        return pids.pop(here), sorted(pids.values())
-
-    assert made("alone") == (3, [])  # two in the test, and that of the training
-    assert made("episodes", "--intrinsic", 0.1) == (3, [])
-    here, workers = made("workers", "--workers", 2, "--lanes", 2)
-    assert here == 2 and workers == [1, 1]
-    monkeypatch.setenv("COUNTED", str(tmp_path / "check.txt"))
-    check_env("Counted-v0")
-    assert len(Path(os.environ["COUNTED"]).read_text().split()) == 4
+def test_a_start_makes_three_environments(tmp_path, counted):
+    "Two in the test, and that of the training."
+    assert counted(trained, tmp_path / "alone", lonely.Counted) == (3, [])
+    assert counted(trained, tmp_path / "episodes", lonely.Counted, "--intrinsic 0.1") == (3, [])
+    more = "--workers 2 --lanes 2"
+    assert counted(trained, tmp_path / "workers", lonely.Counted, more) == (2, [1, 1])
+    assert counted(check_env, "Counted-v0") == (4, [])
 
 
-def test_a_resumed_run_makes_two_environments(tmp_path, monkeypatch):
-    monkeypatch.setenv("COUNTED", str(tmp_path / "first.txt"))
-    run = trained(tmp_path / "run", lonely.Counted)
-    monkeypatch.setenv("COUNTED", str(tmp_path / "again.txt"))
-    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 0
-    assert len(Path(os.environ["COUNTED"]).read_text().split()) == 2  # its spaces, and the training
+def test_a_resumed_run_makes_two_environments(tmp_path, counted):
+    "That of its spaces, and that of the training."
+    run = tmp_path / "run"
+    counted(trained, run, lonely.Counted)
+    assert counted(resumed, run, 128) == (2, [])
 
 
 def test_a_slow_test_says_what_it_has_cost(monkeypatch, caplog):
@@ -385,7 +385,12 @@ def test_nothing_stays_open_after_a_start(tmp_path):
     config = make_config("ppo", "Open-v0", dict(n_envs=1, n_steps=8), steps=8)
     start(tmp_path / "run", config)
     assert not alive
-    with pytest.raises(Exception, match="Lanes"):
-        start(tmp_path / "other", {**config, "options": {**config["options"], "lanes": 0}})
+    refused(
+        "Lanes",
+        start,
+        tmp_path / "other",
+        {**config, "options": {**config["options"], "lanes": 0}},
+        error=Exception,
+    )
     assert not alive
     del gym.registry["Open-v0"]

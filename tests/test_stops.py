@@ -4,16 +4,15 @@ import time
 
 import numpy as np
 import pytest
-from command_line import rollpipe
-from test_crash import content
-from test_fork import check_same
+from command_line import QUIET, error_of, rollpipe
+from gallery import check_same, content, gone_on, interrupted, quietly, refused, updates_of
 
-from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.results.collect import read_result
-from rollpipe.runs import Run, Wish, evaluations, fork, resume, start, train
+from rollpipe.runs import Run, Wish, evaluations, resume, start
 from rollpipe.runs.evaluations import read_evaluations, why_enough
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
@@ -24,21 +23,10 @@ EVERY = dict(eval_every="256 steps", eval_episodes=4, final_episodes=4)
 
 
 def made(folder, steps=2048, **run):
-    config = make_config(
-        "ppo",
-        "CartPole-v1",
-        dict(n_envs=2, n_steps=32, epochs=4, lr=3e-3),
-        steps=steps,
-        seed=1,
-        checkpoint_every=3,
-        **run,
-    )
-    return start(folder, config)
-
-
-def quietly(run, **kwargs):
-    train(run, progress=False, tensorboard=False, **kwargs)
-    return run
+    "A run of updates of 64 steps that has not begun."
+    options = dict(n_envs=2, n_steps=32, epochs=4, lr=3e-3)
+    about = dict(steps=steps, seed=1, checkpoint_every=3, **run)
+    return start(folder, make_config("ppo", "CartPole-v1", options, **about))
 
 
 def check_goes_on(whole, other):
@@ -46,10 +34,8 @@ def check_goes_on(whole, other):
     one = load_run(whole)
     two = load_run(other)
     assert diff(whole, other).is_equal and one.counters["updates"] == two.counters["updates"]
-    assert (
-        first_difference(one.agent_state, two.agent_state) is None
-        and first_difference(one.stream, two.stream) is None
-    )
+    assert first_difference(one.agent_state, two.agent_state) is None
+    assert first_difference(one.stream, two.stream) is None
 
 
 def means(folder):
@@ -92,12 +78,12 @@ def test_evaluations_that_are_enough(config, found, why):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return quietly(made(tmp_path_factory.mktemp("whole") / "run", **EVERY))
+    return quietly(made(tmp_path_factory.mktemp("whole") / "run", **EVERY)).folder
 
 
 def goal_of(whole):
     "A return that an evaluation in the middle is the first to reach, and its number."
-    found = means(whole.folder)
+    found = means(whole)
     k = next(k for k in range(3, len(found)) if found[k] > max(found[:k]))
     return found[k], k
 
@@ -105,84 +91,67 @@ def goal_of(whole):
 @pytest.mark.slow
 def test_at_a_return_it_stops_says_why_and_is_complete(whole, tmp_path, monkeypatch, capsys):
     goal, k = goal_of(whole)
+    engine = load_run(whole).config["options"]["engine"]
     words = (
-        "train ppo CartPole-v1 --n-envs 2 --n-steps 32 --epochs 4 --lr 3e-3 --steps 2048 --seed 1 --checkpoint-every 3 "
-        "--preset none --quiet --no-tensorboard --eval-episodes 4 --final-episodes 4 --out run --continue --engine".split()
+        f"train ppo CartPole-v1 --n-envs 2 --n-steps 32 --epochs 4 --lr 3e-3 --steps 2048 --seed 1 --engine {engine} "
+        "--checkpoint-every 3 --preset none --eval-every '256 steps' --eval-episodes 4 --final-episodes 4 --out run "
+        f"--continue --stop-at-return {goal!r} {QUIET}"
     )
-    words += [
-        whole.config["options"]["engine"],
-        "--eval-every",
-        "256 steps",
-        "--stop-at-return",
-        repr(goal),
-    ]
     monkeypatch.chdir(tmp_path)
-    assert rollpipe(*words) == 0
+    assert rollpipe(words) == 0
     found = load_run("run")
     why = f"the mean return {goal:g} has reached stop_at_return={goal:g}"
     assert f"\nstopped: {why}\n" in capsys.readouterr().out
     assert found.history.stopped == History.read("run").stopped == why
-    assert means("run") == means(whole.folder)[: k + 1] and found.counters["steps"] == 256 * k
-    assert {r["kind"] for r in read_evaluations("run") if r["steps"] == 256 * k} == {
-        "training",
-        "last",
-        "best",
-    }
+    assert means("run") == means(whole)[: k + 1] and found.counters["steps"] == 256 * k
+    kinds = {r["kind"] for r in read_evaluations("run") if r["steps"] == 256 * k}
+    assert kinds == {"training", "last", "best"}
+
+    # A second time there is nothing to do.
     before = content(tmp_path / "run")
-    assert rollpipe(*words) == 0  # a second time there is nothing to do
-    assert (
-        f"run is complete, with {found.counters['steps']} steps, and was stopped: {why}"
-        in capsys.readouterr().out
-    )
-    assert (
-        rollpipe("train", "--resume", "run") == 2 and "run is complete" in capsys.readouterr().err
-    )
+    assert rollpipe(words) == 0
+    told = f"run is complete, with {found.counters['steps']} steps, and was stopped: {why}"
+    assert told in capsys.readouterr().out
+    assert "run is complete" in error_of(capsys, "train --resume run")
     assert content(tmp_path / "run") == before and verify("run", 99).is_equal
-    assert (
-        rollpipe("train", "--resume", "run", "--steps", "2048", "--quiet", "--no-tensorboard") == 0
-    )  # to go on is a wish of its own
+
+    # To go on is a wish of its own.
+    assert rollpipe(f"train --resume run --steps 2048 {QUIET}") == 0
     assert load_run("run").history.stopped is load_run("run").config["stop_at_return"] is None
-    check_goes_on(whole.folder, tmp_path / "run")
+    check_goes_on(whole, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_path):
-    _, k = goal_of(whole)
-    goal = dict(EVERY, stop_at_return=means(whole.folder)[k])
-    quietly(one := made(tmp_path / "one", **goal))
-    for n, at in enumerate((1, 4 * k - 1)):  # updates of 64 steps
-
-        def end(run, record, at=at):
-            if record["updates"] == at:
-                raise KeyboardInterrupt
-
+    goal, k = goal_of(whole)
+    goal = dict(EVERY, stop_at_return=goal)
+    one = quietly(made(tmp_path / "one", **goal)).folder
+    stopped = load_run(one).history.stopped
+    for n, at in enumerate((1, 4 * k - 1)):
         other = tmp_path / f"other{n}"
-        with pytest.raises(KeyboardInterrupt):
-            quietly(made(other, **goal), callbacks=[end])
-        quietly(resume(other))
-        check_same(one.folder, other)
-        assert load_run(other).history.stopped == one.history.stopped
-    # killed between the evaluation and the saving of the stop: the next start only has to say so
-    config = load_run(one.folder).config
+        unlock(made(other, **goal).folder)
+        interrupted(other, at)
+        gone_on(other)
+        check_same(one, other)
+        assert load_run(other).history.stopped == stopped
+
+    # Killed between the evaluation and the saving of the stop: the next start only has to say so.
+    config = load_run(one).config
     run = start(tmp_path / "again", {**config, "stop_at_return": None, "steps": 256 * k})
     quietly(run)
     run.config.update(config)
     run.save()
-    quietly(again := resume(run.folder))
-    assert (
-        again.counters["updates"] == 4 * k
-        and load_run(run.folder).history.stopped == one.history.stopped
-    )
+    assert gone_on(run.folder).counters["updates"] == 4 * k
+    assert load_run(run.folder).history.stopped == stopped
 
 
 @pytest.mark.slow
 def test_patience(tmp_path):
     run = quietly(made(tmp_path / "run", patience=2, steps=10_000, **EVERY))
     found = means(run.folder)
-    best = found.index(max(found))
-    assert len(found) == best + 3 and run.history.stopped.startswith(
-        "patience=2: no evaluation since the mean return"
-    )
+    assert len(found) == found.index(max(found)) + 3
+    told = "patience=2: no evaluation since the mean return"
+    assert run.history.stopped.startswith(told)
     assert verify(run.folder, 5).is_equal
 
 
@@ -205,20 +174,17 @@ def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     run = made(tmp_path / "run", patience=2, steps=10_000, **EVERY)
     with monkeypatch.context() as context:
         context.setattr(place, name, end)
-        with pytest.raises(Killed):
-            quietly(run)
-    assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == 0
+        refused("", quietly, run, error=Killed)
+    assert rollpipe(f"train --resume {run.folder} {QUIET}") == 0
     found = read_result(run.folder, 1)
-    assert (
-        found.state == "complete"
-        and load_run(run.folder).history.stopped == found.history.stopped == run.history.stopped
-    )
+    assert found.state == "complete"
+    assert load_run(run.folder).history.stopped == found.history.stopped == run.history.stopped
 
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["training", "last", "best"])
 def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path, monkeypatch):
-    quietly(whole := made(tmp_path / "whole", steps=256, **EVERY))
+    whole = quietly(made(tmp_path / "whole", steps=256, **EVERY)).folder
     real = evaluations.write_evaluations
 
     def end(folder, records):
@@ -229,33 +195,26 @@ def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path
     run = made(tmp_path / "run", steps=256, **EVERY)
     with monkeypatch.context() as context:
         context.setattr(evaluations, "write_evaluations", end)
-        with pytest.raises(Killed):
-            quietly(run)
-    assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == (
-        2 if kind == "best" else 0
-    )  # it is complete
+        refused("", quietly, run, error=Killed)
+    is_complete = kind == "best"
+    assert rollpipe(f"train --resume {run.folder} {QUIET}") == (2 if is_complete else 0)
     one, two = (
-        [(r["updates"], r.get("eval_return_mean")) for r in read_records(x.folder)]
-        for x in (whole, run)
+        [(r["updates"], r.get("eval_return_mean")) for r in read_records(folder)]
+        for folder in (whole, run.folder)
     )
     assert one == two and one[-1] == (4, means(run.folder)[-1])
 
 
-def test_after_some_time_it_stops(tmp_path, monkeypatch):
+def test_after_some_time_it_stops(tmp_path):
     run = made(tmp_path / "run", stop_after="0.5 s", steps=10**6)
     quietly(run, callbacks=[lambda run, record: time.sleep(0.1)])
-    made_so_far = [r["seconds"] for r in read_records(run.folder)]
-    assert (
-        made_so_far[-1] >= 0.5 > made_so_far[-2]
-        and run.history.stopped == "0.5 s of training have passed"
-    )
-    with pytest.raises(DataError, match="is complete"):
-        resume(run.folder)
-    gone_on = quietly(resume(run.folder, run.counters["steps"] + 128))
-    assert (
-        gone_on.config["stop_after"] is None
-        and gone_on.counters["updates"] == run.counters["updates"] + 2
-    )
+    seconds = [r["seconds"] for r in read_records(run.folder)]
+    assert seconds[-1] >= 0.5 > seconds[-2]
+    assert run.history.stopped == "0.5 s of training have passed"
+    refused("is complete", resume, run.folder)
+    n = run.counters["updates"]
+    run = gone_on(run.folder, steps=run.counters["steps"] + 128)
+    assert run.config["stop_after"] is None and run.counters["updates"] == n + 2
 
 
 # -- wishes of a callback ----------------------------------------------------------------------------------------------
@@ -266,50 +225,29 @@ def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
     saved = []
 
     def callback(run, record):
-        saved.append(load_run(run.folder).counters["updates"])
+        saved.append(updates_of(run.folder))
         if record["updates"] == 4:
             return Wish({"my/number": 4.0}, save=True)
         if record["updates"] == 7:
             return Wish(stop="seven is enough")
 
     run = quietly(made(tmp_path / "run", **EVERY), callbacks=[callback])
-    assert (
-        saved == [0, 0, 0, 3, 4, 4, 6]
-        and run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
-    )
-    assert (
-        read_records(run.folder)[3]["my/number"] == 4.0
-        and load_run(run.folder).history.stopped == "seven is enough"
-    )
-    quietly(resume(run.folder, 2048))
-    check_goes_on(whole.folder, run.folder)
-    assert means(run.folder) == means(whole.folder)
+    assert saved == [0, 0, 0, 3, 4, 4, 6]
+    assert run.counters["updates"] == updates_of(run.folder) == 7
+    assert read_records(run.folder)[3]["my/number"] == 4.0
+    assert load_run(run.folder).history.stopped == "seven is enough"
+    gone_on(run.folder, steps=2048)
+    check_goes_on(whole, run.folder)
+    assert means(run.folder) == means(whole)
 
 
 def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
-    run = quietly(
-        made(tmp_path / "run", **EVERY),
-        callbacks=[lambda run, record: Wish(stop=np.float64(record["updates"]) > 6)],
-    )
-    assert (
-        run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
-        and load_run(run.folder).history.stopped == "True"
-    )
+    stop = lambda run, record: Wish(stop=np.float64(record["updates"]) > 6)
+    folder = quietly(made(tmp_path / "run"), callbacks=[stop]).folder
+    assert updates_of(folder) == 7 and load_run(folder).history.stopped == "True"
 
 
-@pytest.mark.slow
-def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
-    run = quietly(
-        made(tmp_path / "run", **EVERY),
-        callbacks=[lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None],
-    )
-    quietly(resume(fork(run.folder, tmp_path / "fork")))
-    check_same(whole.folder, tmp_path / "fork")
-    with pytest.raises(
-        DataError,
-        match="leaf stop_at_return: the training stops only by evaluations for which it waits",
-    ):
-        fork(run.folder, tmp_path / "other", eval_every=0, stop_at_return=9.0)
+NO_WAITING = "the training stops only by evaluations for which it waits"
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -322,15 +260,9 @@ def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
             dict(stop_at_return=9.0),
             "leaf stop_at_return: .* Expected eval_every in steps, as by --eval-every '20_000 steps', got eval_every=0",
         ),
-        (
-            dict(patience=2, eval_every=10),
-            "leaf patience: the training stops only by evaluations for which it waits.*got eval_every=10",
-        ),
+        (dict(patience=2, eval_every=10), f"leaf patience: {NO_WAITING}.*got eval_every=10"),
         (dict(patience=-1), "patience"),
-        (
-            dict(stop_at_return="high"),
-            "leaf stop_at_return: the run: wrong type of value. Expected float",
-        ),
+        (dict(stop_at_return="high"), "leaf stop_at_return: .*wrong type of value. Expected float"),
         (dict(stop_at_return=NAN), "stop_at_return"),
         (dict(stop_after="2 weeks"), "leaf stop_after: not a duration. Expected such as '45 s'"),
         (dict(stop_after="0 h"), "leaf stop_after"),
@@ -338,6 +270,5 @@ def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
     ],
 )
 def test_rules_that_could_not_work_are_refused(run, text, tmp_path):
-    with pytest.raises(DataError, match=text):
-        made(tmp_path / "run", **run)
+    refused(text, made, tmp_path / "run", **run)
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from contextlib import contextmanager, suppress
 
@@ -15,7 +14,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from command_line import process, rollpipe
+from command_line import QUIET, error_of, process, rollpipe, wait_for
+from gallery import quietly
 from PIL import Image
 
 from rollpipe.agents.evaluate import evaluate
@@ -25,10 +25,15 @@ from rollpipe.pipes.envs import watching
 from rollpipe.pipes.envs.factories import EnvFactory
 from rollpipe.pipes.envs.watching import FilmRecorder
 from rollpipe.runs import load_agent, start
-from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 
 pygame = pytest.importorskip("pygame")
+
+
+@pytest.fixture
+def pole(gallery):
+    "A run of CartPole, which nobody changes."
+    return gallery.original("pole_trpo")
 
 
 class Plain(gym.Env):
@@ -101,52 +106,51 @@ def small_run(folder, env, **options):
         folder,
         make_config("trpo", env, dict(n_envs=4, n_steps=32, hidden=(8,)), steps=128, **options),
     )
-    train(run, progress=False, tensorboard=False)
+    quietly(run)
     return run.folder
 
 
 @pytest.fixture
 def run(tmp_path, registered):
+    "A run of `Pictures` with a best checkpoint."
     return small_run(tmp_path / "run", "Pictures-v0", eval_every=1)
 
 
 def test_a_window_shows_as_many_episodes_as_asked_for(run, no_screen, capsys):
-    for words in ((), ("--best",), ("--sample",)):
-        assert rollpipe("watch", run, "--episodes", 2, *words) == 0
-        assert capsys.readouterr().out.splitlines() == [
-            "episode 1: return 3.0, 3 steps",
-            "episode 2: return 3.0, 3 steps",
-            "mean return of 2 episodes: 3.0",
-        ]
+    episodes = [f"episode {k}: return 3.0, 3 steps" for k in (1, 2)]
+    for more in ("", "--best", "--sample"):
+        assert rollpipe(f"watch {run} --episodes 2 {more}") == 0
+        told = capsys.readouterr().out.splitlines()
+        assert told == [*episodes, "mean return of 2 episodes: 3.0"]
 
 
 @pytest.mark.slow_but_one
-@pytest.mark.parametrize("step, episodes", [(1, 0), (3, 1), (7, 2)])
-def test_closing_the_window_is_the_end(run, no_screen, capsys, monkeypatch, step, episodes):
+@pytest.mark.parametrize(
+    "step, told",
+    [
+        (1, ["no whole episode"]),
+        (3, ["mean return of 1 episode: 3.0"]),
+        (7, ["mean return of 2 episodes: 3.0"]),
+    ],
+)
+def test_closing_the_window_is_the_end(run, no_screen, capsys, monkeypatch, step, told):
     monkeypatch.setattr(Pictures, "closes_at", step)
-    assert rollpipe("watch", run) == 0
+    assert rollpipe(f"watch {run}") == 0
     out = capsys.readouterr().out.splitlines()
-    plural = "s" * (episodes != 1)
-    assert len(out) == episodes + 1 and out[-1] == (
-        f"mean return of {episodes} episode{plural}: 3.0" if episodes else "no whole episode"
-    )
+    assert len(out) == step // 3 + 1 and out[-1:] == told
 
 
-def test_the_seed_decides_what_is_shown(tmp_path, no_screen, capsys):
-    run = small_run(tmp_path / "run", "CartPole-v1")
-    assert (
-        rollpipe("watch", run, "--episodes", 2, "--seed", 4, "--record", tmp_path / "film.gif") == 0
-    )
+def test_the_seed_decides_what_is_shown(pole, tmp_path, no_screen, capsys):
+    words = f"watch {pole} --episodes 2 --seed 4 --record {tmp_path}/film.gif"
+    assert rollpipe(words) == 0
     told = [float(x) for x in re.findall(r"episode \d: return ([\d.]+)", capsys.readouterr().out)]
-    assert (
-        told == evaluate("CartPole-v1", load_agent(run).actor, 2, n_envs=1, seed=4).returns.tolist()
-    )
+    played = evaluate("CartPole-v1", load_agent(pole).actor, 2, n_envs=1, seed=4)
+    assert told == played.returns.tolist()
 
 
 @pytest.mark.parametrize("name, code", [("SIGINT", 0), ("SIGTERM", 143)])
-def test_ctrl_c_is_the_end_too(tmp_path, name, code):
-    run = small_run(tmp_path / "run", "CartPole-v1")
-    with process("watch", run, env=dict(SDL_VIDEODRIVER="dummy")) as child:
+def test_ctrl_c_is_the_end_too(pole, name, code):
+    with process("watch", pole, env=dict(SDL_VIDEODRIVER="dummy")) as child:
         assert child.stdout.readline().startswith("episode 1: return ")
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=60)
@@ -175,25 +179,20 @@ def no_display(monkeypatch):
     not sys.platform.startswith("linux"),
     reason="other systems have their display without a variable",
 )
-def test_without_a_display_the_film_is_named(tmp_path, no_display, env, monkeypatch, capsys):
+def test_without_a_display_the_film_is_named(pole, no_display, env, monkeypatch, capsys):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert rollpipe("watch", small_run(tmp_path / "run", "CartPole-v1")) == 2
-    out, err = capsys.readouterr()
-    assert (
-        "no window can be opened" in err
-        and "--record FILE" in err
-        and err.count("\n") == 1
-        and not out
-    )
+    err = error_of(capsys, f"watch {pole}")
+    assert "no window can be opened" in err and "--record FILE" in err and err.count("\n") == 1
 
 
 def test_a_film_has_all_episodes_and_needs_no_display(run, tmp_path, no_display, capsys):
-    for words, episodes in (((), 1), (("--episodes", 3), 3)):
-        assert rollpipe("watch", run, "--record", tmp_path / "film.gif", *words) == 0
+    path = tmp_path / "film.gif"
+    for more, episodes in (("", 1), ("--episodes 3", 3)):
+        assert rollpipe(f"watch {run} --record {path} {more}") == 0
         out = capsys.readouterr().out.splitlines()
-        assert len(out) == episodes + 2 and out[-1] == f"film: {tmp_path / 'film.gif'}"
-        with Image.open(tmp_path / "film.gif") as film:
+        assert len(out) == episodes + 2 and out[-1] == f"film: {path}"
+        with Image.open(path) as film:
             frames = [
                 film.seek(i) or film.convert("RGB").getpixel((0, 0))[0]
                 for i in range(film.n_frames)
@@ -201,47 +200,45 @@ def test_a_film_has_all_episodes_and_needs_no_display(run, tmp_path, no_display,
         assert frames == [0, 40, 80, 120] * episodes
 
 
-def test_an_environment_without_pictures_is_named(tmp_path, registered, no_screen, capsys):
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ("", "shown. Expected 'rgb_array' or 'human' among its render modes, got none"),
+        ("--record x.gif", "filmed. Expected 'rgb_array' among its render modes, got none"),
+    ],
+)
+def test_an_environment_without_pictures_is_named(
+    more, told, tmp_path, registered, no_screen, monkeypatch, capsys
+):
     run = small_run(tmp_path / "run", "Plain-v0")
-    for words, told in (
-        ((), "cannot be shown. Expected 'rgb_array' or 'human' among its render modes, got none"),
-        (
-            ("--record", tmp_path / "x.gif"),
-            "cannot be filmed. Expected 'rgb_array' among its render modes, got none",
-        ),
-    ):
-        assert rollpipe("watch", run, *words) == 2
-        err = capsys.readouterr().err
-        assert f"environment Plain-v0: this environment {told}" in err and err.count("\n") == 1
-    assert not (tmp_path / "x.gif").exists()
+    monkeypatch.chdir(tmp_path)
+    err = error_of(capsys, f"watch {run} {more}")
+    told = f"environment Plain-v0: this environment cannot be {told}"
+    assert told in err and err.count("\n") == 1 and os.listdir(tmp_path) == ["run"]
 
 
-def test_pygame_that_is_missing_can_be_installed(tmp_path, monkeypatch, capsys):
-    run = small_run(tmp_path / "run", "CartPole-v1")
+def test_pygame_that_is_missing_can_be_installed(pole, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pygame", None)
-    assert rollpipe("watch", run) == 2
-    assert re.search(
-        r"pygame is not installed, run `pip install .*classic", capsys.readouterr().err
-    )
+    err = error_of(capsys, f"watch {pole}")
+    assert re.search(r"pygame is not installed, run `pip install .*classic", err)
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "more, told",
     [
-        (("--episodes", "0"), "n_episodes >= 1"),
-        (("--record", "film.avi"), ".gif or .mp4"),
-        (("--best",), "has no best checkpoint"),
+        ("--episodes 0", "n_episodes >= 1"),
+        ("--record film.avi", ".gif or .mp4"),
+        ("--best", "has no best checkpoint"),
     ],
 )
-def test_mistakes(tmp_path, no_screen, capsys, words, told):
-    assert rollpipe("watch", small_run(tmp_path / "run", "CartPole-v1"), *words) == 2
-    assert told in capsys.readouterr().err
+def test_mistakes(pole, no_screen, capsys, more, told):
+    assert told in error_of(capsys, f"watch {pole} {more}")
 
 
 def test_the_end_of_a_training_says_how_to_look_at_it(tmp_path, capsys):
     run = tmp_path / "run"
-    words = "--steps 64 --n-envs 2 --n-steps 32 --quiet --no-tensorboard".split()
-    assert rollpipe("train", "trpo", "CartPole-v1", "--out", run, *words) == 0
+    words = f"train trpo CartPole-v1 --steps 64 --n-envs 2 --n-steps 32 {QUIET} --out {run}"
+    assert rollpipe(words) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         f"watch it:     rollpipe watch {run}",
         f"evaluate it:  rollpipe evaluate {run}",
@@ -251,15 +248,12 @@ def test_the_end_of_a_training_says_how_to_look_at_it(tmp_path, capsys):
 @pytest.mark.skipif(
     shutil.which("Xvfb") is None, reason="Xvfb, a display that nobody sees, is not installed"
 )
-def test_a_window_on_a_real_display(tmp_path):
-    run = small_run(tmp_path / "run", "CartPole-v1")
+def test_a_window_on_a_real_display(pole):
     number = 90 + os.getpid() % 900
     with subprocess.Popen(["Xvfb", f":{number}"], stderr=subprocess.DEVNULL) as screen:
         try:
-            deadline = time.monotonic() + 20
-            while not os.path.exists(f"/tmp/.X11-unix/X{number}") and time.monotonic() < deadline:
-                time.sleep(0.05)
-            with process("watch", run, "--episodes", 1, env=dict(DISPLAY=f":{number}")) as child:
+            wait_for(lambda: os.path.exists(f"/tmp/.X11-unix/X{number}"), screen, 20)
+            with process(f"watch {pole} --episodes 1", env=dict(DISPLAY=f":{number}")) as child:
                 out, err = child.communicate(timeout=60)
         finally:
             screen.terminate()

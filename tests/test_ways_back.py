@@ -1,55 +1,40 @@
 "Ways back into a run: with pipes of one's own, from its start in another process, beside a training, and a resume that fails."
 
 import math
-import multiprocessing
-import os
 import random
 import shutil
-import signal
 import sys
-from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from command_line import rollpipe
+from command_line import QUIET, rollpipe
+from gallery import (
+    SMALL,
+    check_same,
+    config_of,
+    content,
+    gone_on,
+    in_a_process,
+    killed_in,
+    quietly,
+    refused,
+    trained,
+    updates_of,
+)
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from recordings import recorded
-from test_crash import SMALL, config_of, content
-from test_fork import check_same, gone_on, trained
 
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
-from rollpipe.pipes.data.errors import DataError, PipeError
-from rollpipe.pipes.data.nested import first_difference
+from rollpipe.pipes.data.errors import PipeError
 from rollpipe.runs import fork, resume, start, train
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.moments import verify
-from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import JOURNAL, diff
 from rollpipe.traces.history import config_at
 from rollpipe.traces.journal import read_journal
-
-
-def in_a_process(main, status=0):
-    "Call a function in another process, whose global generators have other states, and which ends with this status."
-
-    def seeded():
-        random.seed(99)
-        np.random.seed(99)
-        torch.manual_seed(99)
-        main()
-
-    child = multiprocessing.get_context("fork").Process(target=seeded)
-    child.start()
-    child.join(60)
-    assert child.exitcode == status
-
-
-def check_weights(a, b):
-    assert first_difference(load_run(a).agent_state, load_run(b).agent_state) is None
-
 
 # -- pipes of one's own that keep something ----------------------------------------------------------------------------
 
@@ -81,33 +66,29 @@ class RunningMean(Pipe):
     ],
 )
 def test_a_pipe_that_keeps_something_is_given_again_with_an_edit(kind, place, workers, tmp_path):
-    def edits(name):
+    def edit(name):
         path = dict(path=tmp_path / f"{name}-items") if kind is Recorder else {}
-        return [kind.inserter(after=place, **path)]
+        return kind.inserter(after=place, **path)
 
-    options = dict(lanes=2, n_envs=2, n_steps=16)
+    about = dict(checkpoint_every=3, workers=workers)
     for name, steps in dict(whole=512, run=256).items():
-        run = dict(steps=steps, checkpoint_every=3, workers=workers)
-        made = start(tmp_path / name, make_config("ppo", "CartPole-v1", options, **run))
-        train(edited(made, *edits(name)), progress=False, tensorboard=False)
-    before = content(tmp_path / "run")
-    with pytest.raises(DataError, match=f"edited.resume.folder.*got states of {kind.__name__}"):
-        gone_on(tmp_path / "run", steps=512)
-    assert content(tmp_path / "run") == before
-    gone_on(tmp_path / "run", *edits("run"), steps=512)
-    check_same(tmp_path / "whole", tmp_path / "run")
+        trained(tmp_path / name, "lanes", steps, edits=[edit(name)], **about)
+    run = tmp_path / "run"
+    before = content(run)
+    told = f"edited.resume.folder.*got states of {kind.__name__}"
+    refused(told, gone_on, run, steps=512)
+    assert content(run) == before
+    gone_on(run, edit("run"), steps=512)
+    check_same(tmp_path / "whole", run)
 
 
 def test_a_second_pipe_of_one_class_does_not_take_the_state_of_the_first(tmp_path):
     "It is given before the other one, which then has another name."
-    first = RunningMean.inserter(after=Lanes)
-    both = [first, RunningMean.inserter(before=RunningMean)]
-    whole, run = (
-        trained(tmp_path / name, steps=steps, edits=both)
-        for name, steps in dict(whole=640, run=320).items()
-    )
-    gone_on(run.folder, *both, steps=640)
-    check_same(whole.folder, run.folder)
+    both = [RunningMean.inserter(after=Lanes), RunningMean.inserter(before=RunningMean)]
+    whole = trained(tmp_path / "whole", steps=640, edits=both).folder
+    run = trained(tmp_path / "run", steps=320, edits=both).folder
+    gone_on(run, *both, steps=640)
+    check_same(whole, run)
 
 
 # -- from the start, in another process --------------------------------------------------------------------------------
@@ -133,28 +114,27 @@ JITTER = Jitter.inserter(after=Lanes)
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("at", [5, 13])
 def test_a_fork_that_repeats_its_run_from_the_start_has_the_same_noise(at, tmp_path):
-    parent = trained(tmp_path / "run", steps=640, edits=[JITTER], checkpoint_every=20)
+    about = dict(steps=640, edits=[JITTER], checkpoint_every=20)
+    parent = trained(tmp_path / "run", **about).folder
+    out = tmp_path / "fork"
+    in_a_process(lambda: gone_on(fork(parent, out, at, edits=[JITTER]), JITTER))
+    check_same(parent, out)
+    assert verify(parent, 20, JITTER).is_equal
 
-    def forked():
-        gone_on(fork(parent.folder, tmp_path / "fork", at, edits=[JITTER]), JITTER)
 
-    in_a_process(forked)
-    check_weights(parent.folder, tmp_path / "fork")
-    check_same(parent.folder, tmp_path / "fork")
-    assert verify(parent.folder, 20, JITTER).is_equal
+def states_of_generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 def test_two_trainings_draw_the_same_and_give_the_generators_back(tmp_path):
-    here = partial(trained, steps=640, edits=[JITTER])
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    here(tmp_path / "a")
-    verify(tmp_path / "a", 3, JITTER)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert after == before
-    in_a_process(lambda: here(tmp_path / "b"))
-    check_same(tmp_path / "a", tmp_path / "b")
-    other = trained(tmp_path / "c", steps=640, edits=[JITTER], seed=1)
-    assert not diff(tmp_path / "a", other.folder).is_equal
+    about = dict(steps=640, edits=[JITTER])
+    before = states_of_generators()
+    a = trained(tmp_path / "a", **about).folder
+    verify(a, 3, JITTER)
+    assert states_of_generators() == before
+    in_a_process(lambda: trained(tmp_path / "b", **about))
+    check_same(a, tmp_path / "b")
+    assert not diff(a, trained(tmp_path / "c", **about, seed=1).folder).is_equal
 
 
 def test_new_episodes_draw_other_numbers_than_the_start(tmp_path):
@@ -164,7 +144,7 @@ def test_new_episodes_draw_other_numbers_than_the_start(tmp_path):
         def look(run, record):
             found.append((random.random(), np.random.random(), torch.rand(()).item()))
 
-        train(run, progress=False, tensorboard=False, callbacks=[look])
+        quietly(run, callbacks=[look])
         return found
 
     parent = start(tmp_path / "run", config_of("ppo", steps=160))
@@ -185,13 +165,14 @@ def test_a_fork_of_the_newest_checkpoint_is_not_made_from_the_start(
 ):
     "The training saves twice between the first look of the fork and the next."
     moments = sys.modules["rollpipe.runs.moments"]
-    parent = trained(tmp_path / "run", name, 400)
+    parent = trained(tmp_path / "run", name, 320).folder
+    made = updates_of(parent)
     checkpoint_before = moments.checkpoint_before
     moved = []
 
     def moving(*args, **kwargs):
         if not moved:
-            moved.append(gone_on(parent.folder, steps=720))
+            moved.append(gone_on(parent, steps=480))
         return checkpoint_before(*args, **kwargs)
 
     def from_the_start(*args, **kwargs):
@@ -199,18 +180,15 @@ def test_a_fork_of_the_newest_checkpoint_is_not_made_from_the_start(
 
     monkeypatch.setattr(moments, "checkpoint_before", moving)
     monkeypatch.setattr(sys.modules["rollpipe.runs.fork"], "moment", from_the_start)
-    made = parent.counters["updates"]
-    path = parent.folder / "checkpoint.safetensors" if by_file else parent.folder
-    if by_file and name == "dqn":
-        with pytest.raises(AssertionError, match="the run is repeated"):
-            fork(path, tmp_path / "fork")  # the chunks of its memory are gone
+    path = parent / "checkpoint.safetensors" if by_file else parent
+    if by_file and name == "dqn":  # the chunks of its memory are gone
+        refused("the run is repeated", fork, path, tmp_path / "fork", error=AssertionError)
         return
     out = fork(path, tmp_path / "fork")
-    assert load_run(out).counters["updates"] == (
-        made if name == "ppo" else moved[0].counters["updates"]
-    )
-    gone_on(out, steps=960), gone_on(parent.folder, steps=960)
-    check_same(parent.folder, out)
+    assert updates_of(out) == (made if name == "ppo" else moved[0].counters["updates"])
+    gone_on(out, steps=640)
+    gone_on(parent, steps=640)
+    check_same(parent, out)
 
 
 # -- a resume that fails -----------------------------------------------------------------------------------------------
@@ -243,23 +221,17 @@ class Breakable(CartPoleEnv):
 gym.register("Breakable-v0", Breakable, max_episode_steps=500)
 
 
+# -- a resume that fails -----------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def rested(tmp_path_factory):
     "A run that was killed in update 15, with checkpoints after updates 4, 8 and 12."
     folder = tmp_path_factory.mktemp("rested") / "run"
-    options = dict(SMALL, lanes=2)
-    run = dict(steps=1280, checkpoint_every=4, keep=9, exact=True)
-
-    def main():
-        def callback(run, record):
-            if record["updates"] == 15:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        config = make_config("ppo", "Breakable-v0", options, **run)
-        train(start(folder, config), progress=False, tensorboard=False, callbacks=[callback])
-
-    in_a_process(main, -signal.SIGKILL)
-    assert load_run(folder).counters["updates"] == 12
+    about = dict(steps=1280, checkpoint_every=4, keep=9, exact=True)
+    config = make_config("ppo", "Breakable-v0", dict(SMALL, lanes=2), **about)
+    killed_in(15, lambda: start(folder, config))
+    assert updates_of(folder) == 12
     assert read_journal(folder / JOURNAL)[-1].updates == 15
     (folder / "lock").unlink()
     return folder
@@ -301,31 +273,31 @@ def test_a_resume_writes_what_it_changes_with_its_first_update(is_earlier, reste
     folder = shutil.copytree(rested, tmp_path / "run")
     path = min((folder / "checkpoints").iterdir()) if is_earlier else folder
 
-    def main():
-        def callback(run, record):
-            os.kill(os.getpid(), signal.SIGKILL)
-
+    def resumed():
         run = resume(path, steps=1600, workers=1)
         assert load_run(folder).config["steps"] == 1280
-        train(run, progress=False, tensorboard=False, callbacks=[callback])
+        return run
 
-    in_a_process(main, -signal.SIGKILL)
+    first = 5 if is_earlier else 13
+    killed_in(first, resumed)
     found = load_run(folder)
-    assert found.counters["updates"] == (4 if is_earlier else 12)
+    assert found.counters["updates"] == first - 1
     assert (found.config["steps"], found.config["workers"]) == (1600, 1)
     assert config_at(folder, math.inf) == found.config
-    kept = [load_run(x).counters["updates"] for x in sorted((folder / "checkpoints").iterdir())]
-    assert kept == ([4] if is_earlier else [4, 8, 12])
+    assert [*map(updates_of, sorted((folder / "checkpoints").iterdir()))] == (
+        [4] if is_earlier else [4, 8, 12]
+    )
     assert gone_on(folder, workers=0).counters["steps"] == 1600
     assert verify(folder, 25).is_equal
 
 
 def test_the_command_leaves_a_run_whose_data_have_moved(tmp_path):
     data = recorded(tmp_path / "data", "CartPole-v1")
-    run = dict(steps=320, data=str(data), checkpoint_every=5)
-    config = make_config("bc", "CartPole-v1", dict(hidden=(8,), batch_size=8), **run)
-    train(start(tmp_path / "run", config), progress=False, tensorboard=False)
-    before = content(tmp_path / "run")
+    run = tmp_path / "run"
+    options = dict(hidden=(8,), batch_size=8)
+    about = dict(steps=320, data=str(data), checkpoint_every=5)
+    quietly(start(run, make_config("bc", "CartPole-v1", options, **about)))
+    before = content(run)
     data.rename(tmp_path / "elsewhere")
-    assert rollpipe("train", "--resume", tmp_path / "run", "--steps", "960", "--quiet") == 2
-    assert content(tmp_path / "run") == before
+    assert rollpipe(f"train --resume {run} --steps 960 {QUIET}") == 2
+    assert content(run) == before
