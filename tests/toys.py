@@ -1,14 +1,15 @@
 """Environments and actors whose every number can be predicted, and pipes that count or fail; used by many tests."""
 
 from copy import deepcopy
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple, flatten
 
 from rollpipe.layers import Actor
-from rollpipe.pipes import Pipe
+from rollpipe.pipes import Pipe, TensorEnv, nested
 from rollpipe.testing import Recall as Remembered
 
 ENDS = ("term", "trunc", "both")
@@ -376,3 +377,244 @@ WORLDS = {
 
 def factories(env, plans):
     return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
+
+
+# --- environments and actors by parameters: a rule is an answer, or a function that gives it
+
+
+class at:
+    """A rule of `before` that acts in one call, or in all of them from it on (`onwards`); calls are counted from 1.
+
+    >>> env = Scripted(before={"step": at(3, fail(OSError("lost")))})
+    >>> env = Scripted(before={"close": at(1, lambda env: time.sleep(0.8))})
+    """
+
+    def __init__(self, number, do, onwards=False):
+        self.number = number
+        self.do = do
+        self.onwards = onwards
+
+    def __call__(self, env):
+        n = env.calls[env.call]
+        if n == self.number or (self.onwards and n > self.number):
+            self.do(env)
+
+
+class fail:
+    "A rule that raises `error`."
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, _):
+        raise self.error
+
+
+def answer_of(rule, source):
+    return rule(source) if callable(rule) else deepcopy(rule)
+
+
+class Scripted(Counting):
+    """`Counting` in which single things are otherwise. A rule is an answer, or a function of the environment.
+
+    A rule reads what it needs: `env.count` (step), `env.episode`, `env.tag`, `env.action`, `env.last` (its number),
+    `env.np_random`, `env.calls` (how often 'make', 'reset', 'step' and 'close' were called).
+
+    >>> env = Scripted([(9, "trunc")], pay=1.0, tell=lambda env: {"n": env.count})
+    >>> env = Scripted(observation_space=Box(-1, 1, (2,)), see=lambda env: env.np_random.uniform(-1, 1, 2))
+
+    Args:
+        episodes, tag: see `Counting`.
+        see: the observation. Without it that of `Counting`, or the number of the step in all places of a Box.
+        pay: the reward of a step.
+        ends: terminated and truncated, in place of `episodes`.
+        tell, tell_first: the infos of a step, and of a reset.
+        begin: called in each reset, after the seed is set.
+        before: call ('make', 'reset', 'step' or 'close') -> rule that is called first; see `at` and `fail`.
+        observation_space, action_space: spaces in place of those of `Counting`.
+    """
+
+    def __init__(
+        self,
+        episodes=((3, "term"), (4, "trunc")),
+        tag=0,
+        *,
+        see=None,
+        pay=None,
+        ends=None,
+        tell=None,
+        tell_first=None,
+        begin=None,
+        before=None,
+        observation_space=None,
+        action_space=None,
+    ):
+        self.rules = dict(see=see, pay=pay, ends=ends, tell=tell, tell_first=tell_first)
+        self.begin = begin
+        self.before = before or {}
+        self.calls = dict.fromkeys(("make", "reset", "step", "close"), 0)
+        self.noticed("make")
+        super().__init__(episodes, tag)
+
+        # Without a rule, an observation of another space tells the number of the step.
+        if observation_space is not None:
+            self.observation_space = observation_space
+            if see is None:
+                self.rules["see"] = step_number
+        if action_space is not None:
+            self.action_space = action_space
+
+    def noticed(self, call):
+        "Counts the call, and does what shall happen before it."
+        self.call = call
+        self.calls[call] += 1
+        if call in self.before:
+            self.before[call](self)
+
+    def answer(self, name, otherwise):
+        rule = self.rules[name]
+        return otherwise if rule is None else answer_of(rule, self)
+
+    def reset(self, **kwargs):
+        self.noticed("reset")
+        _, info = super().reset(**kwargs)
+        if self.begin is not None:
+            self.begin(self)
+        return self.look(), self.answer("tell_first", info)
+
+    def step(self, action):
+        self.action = action
+        self.noticed("step")
+        obs, reward, *ends, info = super().step(action)
+        return (
+            obs,
+            self.answer("pay", reward),
+            *self.answer("ends", ends),
+            self.answer("tell", info),
+        )
+
+    def look(self):
+        if self.rules["see"] is None:
+            return super().look()
+        return answer_of(self.rules["see"], self)
+
+    def number(self, action):
+        if isinstance(self.action_space, Discrete):
+            return int(action)
+        return int(flatten(self.action_space, action).sum())
+
+    def close(self):
+        self.noticed("close")
+        super().close()
+
+
+def step_number(env):
+    "The rule `see` for any Box: the number of the step in all places."
+    return np.full(env.observation_space.shape, env.count, env.observation_space.dtype)
+
+
+def sampled(env):
+    "The rule `see` for any space: a sample, drawn by the generator of the environment."
+    env.observation_space.seed(int(env.np_random.integers(2**31)))
+    return env.observation_space.sample()
+
+
+class OwnState(Scripted):
+    "`Scripted` that tells its state, and takes it. `held` names more attributes that belong to it."
+
+    held = ()
+
+    def get_state(self):
+        names = ("episode", "count", "last", *self.held)
+        return {name: deepcopy(getattr(self, name)) for name in names} | {
+            "generator": self.np_random.bit_generator.state
+        }
+
+    def set_state(self, state):
+        values = dict(state)
+        self.np_random.bit_generator.state = values.pop("generator")
+        vars(self).update(deepcopy(values))
+
+
+class InTensors(TensorEnv):
+    """Single environments as one batch of tensors, with the infos that are numbers.
+
+    >>> env = InTensors([lambda: Counting(tag=0), lambda: Counting(tag=1)])
+    """
+
+    def __init__(self, factories):
+        self.envs = [make() for make in factories]
+        self.n_envs = len(self.envs)
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+
+    def reset(self, seed):
+        return self.stacked([env.reset(seed=seed + b)[0] for b, env in enumerate(self.envs)])
+
+    def stacked(self, rows):
+        return nested.map(lambda *xs: torch.as_tensor(np.stack(xs)), *rows)
+
+    def step(self, act):
+        actions = [nested.map(lambda x, b=b: x[b].numpy(), act) for b in range(self.n_envs)]
+        answers = [env.step(action) for env, action in zip(self.envs, actions)]
+        final, rewards, terminated, truncated, _ = zip(*answers)
+
+        # Environments whose episode is over begin the next one in the same step.
+        over = [term or trunc for term, trunc in zip(terminated, truncated)]
+        obs = [env.reset()[0] if end else x for env, x, end in zip(self.envs, final, over)]
+        return (
+            self.stacked(obs),
+            torch.tensor(rewards, dtype=torch.float32),
+            torch.tensor(terminated),
+            torch.tensor(truncated),
+            self.stacked(final),
+            {},
+        )
+
+
+class Shown(NamedTuple):
+    "What an actor is shown, for the rules of `Acts`."
+
+    obs: Any
+    act: Any
+    rew: Any
+    fin: Any
+    hx: Any
+    stepno: Any
+    virtual: Any
+
+
+class Acts(Actor):
+    """An actor by rules. `act` is one environment's action, or a function of what it is shown (`Shown`).
+
+    >>> actor = Acts(1)
+    >>> actor = Acts(lambda x: x.obs[..., 0].long() % 5, report=lambda x: {"at": x.stepno})
+
+    Args:
+        act: an action, nested as the space, or a function that gives actions `[T, B, ...]`.
+        report: what is recorded, a function that gives a dict.
+        remember: the next recurrent state, a function.
+        before: called first; raises, waits, notes.
+        uses_past: see `Actor`.
+    """
+
+    def __init__(self, act=0, report=None, remember=None, before=None, uses_past=True):
+        super().__init__()
+        self.act = act if callable(act) else nested.map(torch.as_tensor, act)
+        self.report = report
+        self.remember = remember
+        self.before = before
+        self.uses_past = uses_past
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        shown = Shown(obs, act, rew, fin, hx, stepno, virtual)
+        if self.before is not None:
+            self.before(shown)
+        return (
+            self.act(shown) if callable(self.act) else self.repeated(fin.shape),
+            () if self.remember is None else self.remember(shown),
+            {} if self.report is None else self.report(shown),
+        )
+
+    def repeated(self, lead):
+        return nested.map(lambda x: x.expand(*lead, *x.shape).clone(), self.act)
