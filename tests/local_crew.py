@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 
     Args:
         kind: "dies before" or "dies after" it has collected the item, "dies unseen" (its connection stays open), "dies at its start",
-            or "is silent"
+            "is silent", or, in a cluster, "loses" the item on its way
         worker: number of the worker
         item: number of the item among those that the worker has collected since it was started
         until: time of the clock from which a silent worker goes on [s]
@@ -78,15 +78,17 @@ class Plan:
     Args:
         faults: a `Fault` each; those of a worker come one after the other
         speeds: seed of a random number for each turn of a worker, which says if it works; None: each always does
-        clock: a `Clock` whose time passes while all workers are silent, or None
+        clock: a `Clock`, or None
+        n_cores: processor cores that the crew believes in
     """
 
-    def __init__(self, faults=(), speeds=None, clock=None):
+    def __init__(self, faults=(), speeds=None, clock=None, n_cores=4):
         self.number = len(PLANS)
         PLANS.append(self)
         self.faults = list(faults)
         self.random = None if speeds is None else Random(speeds)
         self.clock = clock
+        self.n_cores = n_cores
         self.n_started = 0
 
     def __reduce__(self):
@@ -292,7 +294,7 @@ class LocalMembers(Members):
     def __init__(self, plan):
         self.plan = plan
         self.members = []
-        self.n_cores = 4
+        self.n_cores = plan.n_cores
 
     def add(self, member):
         self.members[member.index : member.index + 1] = [member]
@@ -416,6 +418,7 @@ class LocalActor:
                 return
             self.calls.popleft()
             answer.value = pickle.loads(pickle.dumps(value))
+            answer.error = RayError("killed on order") if kind == "loses" else None
             answer.is_done = True
             self.n_items += is_item
 

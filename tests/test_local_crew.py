@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from local_crew import CREWS, Clock, Fault, Plan
 from reference import assert_same, snapshot
 from toys import Lively, Shaky
-from worker_cases import SPACES, change, serial, stream
+from worker_cases import SPACES, WORLDS, change, serial, stream
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError
@@ -70,6 +70,14 @@ def lanes_of(worker, workers):
 
 
 # --- whoever is quick
+
+
+@each_crew
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_stream_of_every_world_is_the_serial_one(world, Reading):
+    "With each kind of environment, actor and collector."
+    found = stream(world, Reading(2, plan=Plan(speeds=0)))
+    assert_same(found, serial(world))
 
 
 @each_crew
@@ -131,9 +139,14 @@ MOMENTS = [(workers, worker) for workers in (1, 2) for worker in range(workers)]
 LAGS = [("processes", 0), ("processes", 2), ("Ray", 1)]
 
 
-@pytest.mark.parametrize("crew, lag", LAGS)
 @pytest.mark.parametrize("workers, worker", MOMENTS)
-@pytest.mark.parametrize("kind", ["dies before", "dies after"])
+@pytest.mark.parametrize(
+    "kind, crew, lag",
+    [
+        *((kind, *case) for kind in ("dies before", "dies after") for case in LAGS),
+        ("loses", "Ray", 1),
+    ],
+)
 def test_a_death_at_any_item(kind, workers, worker, crew, lag, monkeypatch, caplog):
     """Without a restart, the items before it are those of the serial twin, and the error names worker, lanes and the item's lane.
 
