@@ -105,9 +105,10 @@ def test_the_stream_does_not_depend_on_who_answers_when(Reading, speeds, lag, wo
 @each_crew
 @settings(deadline=None, max_examples=8)
 @given(speeds=st.integers(0, 10**6), lag=st.integers(0, 3) | st.none(), workers=st.integers(1, 3))
-def test_in_ready_order_every_item_comes_once_and_none_is_older_than_the_lag(
+def test_in_ready_order_every_item_comes_once_and_none_is_older_than_twice_the_lag(
     Reading, speeds, lag, workers
 ):
+    "Of lag + 1 open requests one is handed out; the oldest of the others follows at most lag + 1 updates later, and the last 2 * lag."
     service = Reading(workers, lag=lag, order="ready", plan=Plan(speeds=speeds))
     items, error = collected(service, 20)
     assert error is None and len(items) == 20
