@@ -23,6 +23,7 @@ import torch
 from conftest import _children as children
 from conftest import _segments as segments
 from gymnasium.spaces import Box, Dict, Discrete
+from local_crew import LocalReading
 from worker_cases import descriptors
 
 from rollpipe.agents.learner import check_batch
@@ -310,17 +311,19 @@ def limited(seconds):
 
 def run(harm, place, method=None, lag=0, at=1, n=6, limit=60.0, once=False, **options) -> Found:
     "Take `n` batches from the pipeline, check them as learners do, in this process (`method=None`) or by workers, and shut down."
-    n_workers = {None: 0, "fork": 2}.get(method, 1)  # others take long to start
+    n_workers = {None: 0, "local": 2, "fork": 2}.get(method, 1)  # others take long to start
     process = "MainProcess" if method is None or place in IN_PARENT else f"worker {n_workers - 1}"
     found = Found()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, logged(found.log), unraisable(found.log):
         fault = Fault(harm, place, at, process, os.path.join(folder, "done") if once else None)
-        service = (
-            None
-            if method is None
-            else ProcessReading(n_workers, lag, start_method=method, **{"grace": 2.0, **options})
-        )
+        if method is None:
+            service = None
+        elif method == "local":
+            service = LocalReading(n_workers, lag, **options)
+        else:
+            options = {"grace": 2.0, **options}
+            service = ProcessReading(n_workers, lag, start_method=method, **options)
         try:
             with limited(limit), DataLoader2(pipeline(fault), reading_service=service) as loader:
                 for batch in islice(loader, n):

@@ -109,7 +109,8 @@ EVENTS = {
     "exception that is frozen": raising(lambda: Frozen("of two\nlines")),
     "exception whose pickle ends": raising(lambda: Leaves("of two\nlines")),
     "no Exception": raising(lambda: Silent("of two\nlines")),
-    "exception of 50 MB": raising(lambda: KeyError("begin" + "x" * 50_000_000 + "end")),
+    "exception of 5 MB": raising(lambda: KeyError("begin" + "x" * 5_000_000 + "end")),
+    "unpicklable of 5 MB": raising(lambda: Unpicklable("begin" + "x" * 5_000_000, "end")),
     "EOFError": raising(lambda: EOFError("a file of mine")),
     "BrokenPipeError": raising(lambda: BrokenPipeError("a pipe of mine")),
     "StopIteration": raising(lambda: StopIteration("mine")),
@@ -220,15 +221,14 @@ class Row(NamedTuple):
     place: str
     here: Outcome | None  # None: this process would end, or hang
     workers: Outcome
-    flaw: str | None  # why the row fails today
     only: str | None  # the one start method by which it can happen
     options: dict  # of `run`
 
 
-def row(harm, places, here, workers=None, flaw=None, only=None, **options):
+def row(harm, places, here, workers=None, only=None, **options):
     "Add a row for each of the places, which are divided by commas. `workers` is the outcome there, if it is another one."
     ROWS.extend(
-        Row(harm, place, here, workers or here, flaw, only, options) for place in places.split(", ")
+        Row(harm, place, here, workers or here, only, options) for place in places.split(", ")
     )
 
 
@@ -335,11 +335,17 @@ row(
     raises(Silent, "of two\nlines"),
 )
 row(
-    "exception of 50 MB",
+    "exception of 5 MB",
     "step",
     env_error("step() raised KeyError: 'begin", "characters are left out", "end'"),
 )
-row("exception of 50 MB", "pipe above", raises(KeyError, "begin", "end"))
+row("exception of 5 MB", "pipe above", raises(KeyError, "begin", "end"))
+row(
+    "unpicklable of 5 MB",
+    "pipe above",
+    raises(Unpicklable, "begin", "and end"),
+    raises(WorkerError, "Unpicklable: begin", "characters are left out", "and end"),
+)
 row("EOFError", "step", env_error("step() raised EOFError: a file of mine"))
 row(
     "EOFError",

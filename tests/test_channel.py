@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_crew import CREWS, LocalReading
 from toys import Counting, Learning, Plain
 from worker_cases import stream
 
-from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes
 from rollpipe.pipes.envs.infos import InfoRecorder
 from rollpipe.pipes.graph.modules import bump_version, modules_in, state_of, version_of
 from rollpipe.pipes.graph.torchdata import DataLoader2
@@ -282,61 +283,96 @@ def test_one_holder_in_several_places():
     same(mine, module)
 
 
-def test_functions_closures_partials_and_methods():
-    net = torch.nn.Linear(2, 1)
+class Judge:
+    __slots__ = ("parts",)
 
-    class Judge:
-        def __init__(self):
-            self.parts = {"nets": [net]}
+    def __init__(self, net):
+        self.parts = {"nets": [net]}
 
-        def judge(self, obs):
-            return self.parts["nets"][0](obs)
+    def step(self):
+        pass
 
-    def closure(obs):
-        return net(obs)
-
-    for holder in (
-        closure,
-        lambda obs: net(obs)[..., 0],
-        partial(lambda f, obs: f(obs), net),
-        partial(closure),
-        Judge().judge,
-        Judge(),
-        partial(partial(lambda x, obs, f: 0, f=closure), 1),
-        uses_a_global,
-    ):
-        global NET
-        NET = net
-        assert modules_in(holder) == [net] and len(state_of([net])) == 2, holder
-        with torch.no_grad():
-            net.weight.add_(1)
-        publisher = WeightPublisher([holder])
-        assert (publisher.publish(), publisher.publish()) == (0, 0)
-        with torch.no_grad():
-            net.weight.add_(1)
-        assert publisher.publish() == 1
-    assert (
-        modules_in(lambda obs: 2 * obs) == []
-        and modules_in(torch.relu) == []
-        and modules_in(print) == []
-    )
+    def judge(self, obs):
+        return self.parts["nets"][0](obs)
 
 
-NET = None
+NET = torch.nn.Linear(2, 1)
+JUDGE = Judge(NET)
 
 
 def uses_a_global(obs):
     return NET(obs)
 
 
-def test_a_function_that_refers_to_itself():
+def by_default(x, net=NET):
+    return net(x)
+
+
+def by_keyword(x, *, net=NET):
+    return net(x)
+
+
+def in_comprehension(xs):
+    return [NET(x) for x in xs]
+
+
+def of_an_object(x):
+    return JUDGE.parts["nets"][0](x)
+
+
+def in_inner_function(x):
+    def inner():
+        return NET(x)
+
+    return inner()
+
+
+def closure(net):
+    return lambda obs: net(obs)[..., 0]
+
+
+def of_itself(net):
     def loop(n):
         return loop(n - 1) if n else net
 
-    net = torch.nn.Linear(1, 1)
-    cycle = {"f": loop}
-    cycle["c"] = cycle
-    assert modules_in(loop) == [net] and modules_in(cycle) == [net]
+    return loop
+
+
+CYCLE = {"f": of_itself(NET)}
+CYCLE["c"] = CYCLE
+HOLDERS = {
+    "a global": uses_a_global,
+    "a default": by_default,
+    "a default of a keyword": by_keyword,
+    "in a comprehension": in_comprehension,
+    "of a global object": of_an_object,
+    "in an inner function": in_inner_function,
+    "a closure": closure(NET),
+    "a function that refers to itself": CYCLE["f"],
+    "a dict that holds itself": CYCLE,
+    "a set in a dict": {"a": {NET}},
+    "an argument of a partial": partial(lambda f, obs: f(obs), NET),
+    "the function of a partial": partial(closure(NET)),
+    "a partial of a partial": partial(partial(lambda x, obs, f: 0, f=closure(NET)), 1),
+    "a method": JUDGE.judge,
+    "an object": JUDGE,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_networks_are_found_wherever_they_are_used(holder):
+    assert modules_in(holder) == [NET]
+    publisher = WeightPublisher([holder])
+    assert (publisher.publish(), publisher.publish()) == (0, 0)
+    with torch.no_grad():
+        NET.weight.add_(1)
+    assert publisher.publish() == 1
+    publisher.close()
+
+
+@pytest.mark.parametrize("holder", [lambda obs: 2 * obs, torch.relu, print])
+def test_nothing_is_found_where_no_network_is(holder):
+    assert modules_in(holder) == []
 
 
 def test_modules_in_shared_memory():
@@ -362,22 +398,6 @@ def test_modules_in_shared_memory():
         and float(module.weight.detach().max()) < 99
     )
     process.join()
-
-
-def test_an_update_that_was_not_counted_is_published_and_one_that_was_is_too():
-    module = torch.nn.Linear(2, 2)
-    publisher, subscriber, (mine,) = channel(module)
-    assert publisher.publish() == 0
-    bump_version(module)
-    assert publisher.publish() == 1 and subscriber.fetch() == 1 and version_of(mine) == 1
-    fill(module, 5)
-    assert (
-        publisher.publish() == 2
-        and subscriber.fetch() == 2
-        and version_of(mine) == version_of(module) == 2
-    )  # counted now
-    module.eval()
-    assert publisher.publish() == 3 and subscriber.fetch() == 3 and not mine.training
 
 
 def test_gradients_are_no_hindrance():
@@ -421,41 +441,11 @@ def test_lazy_sparse_and_meta():
         WeightPublisher([module])
 
 
-class Recipe:
-    "An actor that is no module."
-
-    def __init__(self):
-        self.answer = 1
-
-    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
-        return torch.full(fin.shape, self.answer), (), {}
-
-    def reset(self, hx, at):
-        return hx
-
-
-def test_an_actor_without_a_module():
-    "It may be used, but to train it would go unnoticed by workers."
-    actor = Recipe()
-    with DataLoader2(
-        Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2),
-        reading_service=ProcessReading(1),
-    ) as loader:
-        items = iter(loader)
-        assert (next(items).state.act[1:] == 1).all()
-        bump_version(actor)
-        with pytest.raises(
-            ActorError,
-            match="Recipe was trained, but its weights cannot be sent to worker processes",
-        ):
-            next(items)
-
-
 def test_a_module_without_weights_may_be_counted():
     actor = Plain()
     with DataLoader2(
         Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2),
-        reading_service=ProcessReading(1),
+        reading_service=LocalReading(1),
     ) as loader:
         for k, f in enumerate(islice(loader, 4)):
             assert f.version.tolist() == [k]
@@ -483,12 +473,13 @@ class Thorough(Plain):
         }
 
 
-@pytest.mark.parametrize("workers, lag", [(1, 0), (2, 0), (2, 1)])
-def test_workers_have_what_the_learner_has(workers, lag):
+@pytest.mark.parametrize("Reading", CREWS.values(), ids=CREWS)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_workers_have_what_the_learner_has(lag, Reading):
     actor = Thorough()
     history = []
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2)
-    with DataLoader2(pipe, reading_service=ProcessReading(workers, lag=lag)) as loader:
+    with DataLoader2(pipe, reading_service=Reading(2, lag=lag)) as loader:
         for k, f in enumerate(islice(loader, 8)):
             history.append(
                 {k: float(x[0, 0]) for k, x in actor.complete(torch.zeros(1, 1), {}).items()}
@@ -514,7 +505,7 @@ def test_two_pipes_hold_one_module():
         return fragment._replace(ret=actor.weight.detach().expand(2, 1).clone())
 
     pipe = Lanes(Noted(FragmentCollector(EnvStepper(Counting, actor), 2), note), 2)
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2)) as loader:
         for k, f in enumerate(islice(loader, 5)):
             assert (f.ret == k).all() and (f.actor["weight"][:-1] == k).all()
             with torch.no_grad():
@@ -613,7 +604,7 @@ def test_ordinary_actors_give_no_warning(world, caplog, monkeypatch):
     monkeypatch.setattr(InfoRecorder, "logged", set())
     monkeypatch.setattr("rollpipe.pipes.workers.channel._LOGGED", set())
     with caplog.at_level(logging.WARNING, "rollpipe"):
-        stream(world, ProcessReading(1))
+        stream(world, LocalReading(1))
     # One world has infos that are no numbers, which is said once.
     about_infos = [text for text in caplog.messages if text.startswith("Infos that are not")]
     assert len(about_infos) == (world == "nested") and caplog.messages == about_infos

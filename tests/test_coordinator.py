@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import islice
 
 import pytest
-import torch
+from local_crew import LocalReading
 from reference import assert_same, snapshot
-from toys import Counting, Learning, Lively, Plain, Shaky
+from toys import Counting, Learning, Lively, Plain, Scripted, Shaky, fail
 
 from rollpipe.pipes import (
     DataLoader2,
@@ -22,73 +23,52 @@ from rollpipe.pipes import (
     ProcessReading,
     WorkerError,
 )
-from rollpipe.pipes.graph.modules import bump_version, modules_in
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import InProcessReadingService, IterableWrapper
-from rollpipe.pipes.workers.channel import WeightPublisher
 
 
 def fragments(env=Counting, actor=None, n_steps=2, **kwargs):
     return FragmentCollector(EnvStepper(env, actor or Plain(), **kwargs), n_steps)
 
 
-class SlowClose(Counting):
-    "Needs 0.8 s to close, and writes down that it was done."
+def slow_to_close(folder):
+    "An environment that needs 0.8 s to close, and writes down that it was done."
 
-    folder = None
-
-    def close(self):
+    def close(env):
         time.sleep(0.8)
-        (self.folder / str(os.getpid())).write_text("closed")
+        (folder / str(os.getpid())).write_text("closed")
+
+    return lambda: Scripted(before={"close": close})
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_environments_have_the_time_to_close(lag, tmp_path, monkeypatch):
-    monkeypatch.setattr(SlowClose, "folder", tmp_path)
-    with DataLoader2(
-        Lanes(fragments(SlowClose), 2, 0), reading_service=ProcessReading(2, lag=lag)
-    ) as loader:
-        for _ in islice(loader, 3):
-            pass
-    assert len(list(tmp_path.iterdir())) == 2
+@pytest.mark.parametrize("grace, n_closed", [(5.0, 2), (0.1, 0)])
+def test_environments_have_the_time_to_close(grace, n_closed, tmp_path):
+    "But they are not waited for longer than `grace`."
+    pipe = Lanes(fragments(slow_to_close(tmp_path)), 2, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1, grace=grace)) as loader:
+        assert len(list(islice(loader, 3))) == 3
+    assert len(list(tmp_path.iterdir())) == n_closed
 
 
-def test_environments_that_do_not_close_are_not_waited_for_longer_than_grace(tmp_path, monkeypatch):
-    monkeypatch.setattr(SlowClose, "folder", tmp_path)
-    with DataLoader2(fragments(SlowClose), reading_service=ProcessReading(1, grace=0.1)) as loader:
-        for _ in islice(loader, 1):
-            pass
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
 def test_hundreds_of_requests_for_one_worker():
-    "More than a connection holds while nobody reads it."
+    "More than a connection holds: they are sent in parts."
     with DataLoader2(
-        fragments(), reading_service=ProcessReading(1, lag=None, n_buffers=450)
+        fragments(), reading_service=LocalReading(1, lag=None, n_buffers=450)
     ) as loader:
         assert [int(f.seq[0]) for f in islice(loader, 600)] == list(range(600))
 
 
-class WithHelper(Counting):
-    "Starts a process that inherits all descriptors and outlives it."
+def test_a_death_is_noticed_though_a_helper_holds_the_connection(tmp_path):
+    "A process that the environment has started inherits all descriptors, and outlives it."
+    file = tmp_path / "pid"
 
-    file = None
+    def start_helper(env):
+        words = [sys.executable, "-c", "import time; time.sleep(60)"]
+        file.write_text(str(subprocess.Popen(words, close_fds=False).pid))
 
-    def __init__(self):
-        super().__init__()
-        self.file.write_text(
-            str(
-                subprocess.Popen(
-                    [sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False
-                ).pid
-            )
-        )
-
-
-def test_a_death_is_noticed_though_a_helper_holds_the_connection(tmp_path, monkeypatch):
-    monkeypatch.setattr(WithHelper, "file", tmp_path / "pid")
+    pipe = fragments(lambda: Scripted(before={"make": start_helper}))
     try:
-        with DataLoader2(fragments(WithHelper), reading_service=ProcessReading(1)) as loader:
+        with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
             items = iter(loader)
             next(items)
             os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
@@ -97,7 +77,7 @@ def test_a_death_is_noticed_though_a_helper_holds_the_connection(tmp_path, monke
                 next(items)
             assert time.monotonic() - killed < 10  # and not the minute of the helper
     finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def versions(make, service, n):
@@ -117,7 +97,6 @@ def odd(fragment):
     return int(fragment.seq[0]) % 2 == 1
 
 
-@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "make",
     [
@@ -131,28 +110,7 @@ def odd(fragment):
 )
 def test_what_stands_between_never_makes_items_older(make):
     "With lag=0 the versions are those of the same graph without workers."
-    assert versions(make, ProcessReading(2), 9) == versions(make, None, 9)
-
-
-class Slow(Plain):
-    "An actor that is slow in the process whose lane it is told by the environment's tag."
-
-    def forward(self, obs, act, rew, fin, **context):
-        if obs[..., 0].max() > 0:
-            time.sleep(0.02)
-        return super().forward(obs, act, rew, fin, **context)
-
-
-def test_ready_order_keeps_to_the_lag():
-    "An item that was asked for is given out no more than `lag` groups later, though others are faster."
-    made = iter(range(100))
-    pipe = Lanes(fragments([lambda: Counting(tag=next(made) % 2)], Slow(), n_steps=2), 2, 0)
-    with DataLoader2(
-        FragmentStacker(pipe, 2), reading_service=ProcessReading(1, lag=1, order="ready")
-    ) as loader:
-        seqs = [sorted(zip(b.lane.tolist(), b.seq.tolist())) for b in islice(loader, 30)]
-    lanes = [lane for batch in seqs for lane, _ in batch]
-    assert all({0, 1} <= set(lanes[k : k + 8]) for k in range(len(lanes) - 8))
+    assert versions(make, LocalReading(2), 9) == versions(make, None, 9)
 
 
 def test_seeding_a_loader_of_a_graph_without_lanes():
@@ -163,112 +121,27 @@ def test_seeding_a_loader_of_a_graph_without_lanes():
             loader.seed(7)
             return [snapshot(f) for f in islice(loader, 3)]
 
-    assert_same(run(ProcessReading(1)), run(InProcessReadingService()))
-
-
-class FailsToClose(Counting):
-    def close(self):
-        raise ZeroDivisionError("closing")
+    assert_same(run(LocalReading(1)), run(InProcessReadingService()))
 
 
 def test_all_seams_are_closed_though_one_fails():
-    a, b = (Lanes(fragments(FailsToClose), 1, 0) for _ in range(2))
-    loader = DataLoader2(a.zip(b), reading_service=ProcessReading(1))
+    env = partial(Scripted, before={"close": fail(ZeroDivisionError("closing"))})
+    a, b = (Lanes(fragments(env), 1, 0) for _ in range(2))
+    loader = DataLoader2(a.zip(b), reading_service=LocalReading(1))
     for _ in islice(loader, 2):
         pass
     try:
         loader.shutdown()
     except ZeroDivisionError:
         pass
-    assert loader.reading_service.health() == []  # and `conftest` looks for processes
+    assert loader.reading_service.health() == []
 
 
 # --- what reaches a worker
-
-net = torch.nn.Linear(2, 1)
-
-
-class Holder:
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def step(self):
-        pass
-
-
-holder = Holder(net)
-
-
-def by_default(x, net=net):
-    return net(x)
-
-
-def by_keyword(x, *, net=net):
-    return net(x)
-
-
-def in_comprehension(xs):
-    return [net(x) for x in xs]
-
-
-def of_an_object(x):
-    return holder.inner(x)
-
-
-def in_inner_function(x):
-    def inner():
-        return net(x)
-
-    return inner()
-
-
-@pytest.mark.parametrize(
-    "found_in",
-    [
-        by_default,
-        by_keyword,
-        in_comprehension,
-        of_an_object,
-        in_inner_function,
-        holder,
-        {"a": {net}},
-    ],
-)
-def test_modules_are_found_wherever_they_are_used(found_in):
-    assert modules_in(found_in) == [net]
-
-
-def test_an_attribute_that_does_not_travel_is_told(caplog):
-    actor = Learning()
-    actor.eps = 1.0
-    publisher = WeightPublisher([actor])
-    try:
-        for eps in (1.0, 0.5, 0.25):
-            actor.eps = eps
-            publisher.publish()
-    finally:
-        publisher.close()
-    assert [r.getMessage().split(" changed")[0] for r in caplog.records] == [
-        "attribute eps of Learning"
-    ]
-
-
-def test_a_network_whose_parts_change_is_refused():
-    actor = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
-    publisher = WeightPublisher([actor])
-    publisher.publish()
-    actor.append(torch.nn.Dropout())
-    try:
-        with pytest.raises(Exception, match="changed the form of its weights"):
-            publisher.publish()
-    finally:
-        publisher.close()
 
 
 def test_zipped_sources_are_no_seam():
     "A pipe that reads something else besides."
     pipe = Lanes(fragments(), 2, 0).zip(IterableWrapper(range(5)))
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2)) as loader:
         assert [(int(f.lane[0]), k) for f, k in loader] == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 4)]

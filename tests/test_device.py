@@ -363,35 +363,21 @@ def test_the_device_is_stored_and_a_run_from_elsewhere_can_be_used_here(
     assert rollpipe("train", "trpo", "CartPole-v1", *SMALL, "--device", "cpu", "--out", run) == 0
     found = load_run(run)
     assert found.config["device"] == "cpu"
-    save_checkpoint(
-        run / "checkpoint.safetensors",
-        load_agent(run),
-        {**found.config, "device": "cuda"},
-        found.counters,
-        history=found.history,
-    )  # as a GPU leaves it
-    assert (
-        rollpipe("evaluate", run, "--episodes", 1) == 0
-        and rollpipe("export", run, "--to", "torchscript") == 0
-    )
+
+    # As a GPU leaves it.
+    config = {**found.config, "device": "cuda"}
+    file = run / "checkpoint.safetensors"
+    save_checkpoint(file, load_agent(run), config, found.counters, history=found.history)
+    assert rollpipe("evaluate", run, "--episodes", 1) == 0
+    assert rollpipe("export", run, "--to", "torchscript") == 0
     assert load_agent(run).actor.predict(np.zeros(4, np.float32))[0] in (0, 1)
+
+    # It goes on only where it is told to.
     capsys.readouterr()
-    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 2
+    words = ["train", "--resume", run, *"--steps 128 --quiet --no-tensorboard".split()]
+    assert rollpipe(*words) == 2
     assert "no such device here" in capsys.readouterr().err
-    assert (
-        rollpipe(
-            "train",
-            "--resume",
-            run,
-            "--steps",
-            128,
-            "--quiet",
-            "--no-tensorboard",
-            "--device",
-            "cpu",
-        )
-        == 0
-    )
+    assert rollpipe(*words, "--device", "cpu") == 0
     assert load_run(run).config["device"] == "cpu" and load_run(run).counters["steps"] == 128
 
 

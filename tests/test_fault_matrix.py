@@ -1,8 +1,9 @@
 """Whatever goes wrong, wherever, by whatever start method and lag: it is told, by name, and nothing is left behind.
 
-Each row of `fault_rows.py` is one harm at one place, with what must come of it; a column is a start method and a lag. Each row is run in
-this process and by forked workers, and a selection by spawn and by forkserver: see `spawned` and `served`. The last test runs all the rest.
-`python tests/test_fault_matrix.py` prints the table (`--all`: with all cells), and so does `pytest -s` at the end.
+Each row of `fault_rows.py` is one harm at one place, with what must come of it; a column is a way to run lanes, and a lag. Each row is run
+in this process and by the crew without processes of `local_crew.py`, and what ends or stops a process by forked workers. A selection
+shows that spawn and forkserver do the same: see `spawned` and `served`.
+`python tests/test_fault_matrix.py` prints the table, and so does `pytest -s` at the end.
 """
 
 import gc
@@ -19,7 +20,8 @@ import torch
 from command_line import SMALL, lines, process, rollpipe, script, wait_for
 from conftest import started_by
 from fault_cases import IN_PARENT, Left, run
-from fault_rows import EVENTS, HARMS, ROWS
+from fault_rows import EVENTS, HARMS, ROWS, Unpicklable
+from local_crew import LocalReading
 from reference import assert_same, snapshot
 from toys import Counting, Plain
 from worker_cases import gone, slack
@@ -31,7 +33,6 @@ from rollpipe.pipes import (
     FragmentCollector,
     GraphError,
     Lanes,
-    ProcessReading,
 )
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.process import WorkerDied
@@ -39,7 +40,7 @@ from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.runs.logs import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 class Column(NamedTuple):
@@ -50,11 +51,11 @@ class Column(NamedTuple):
         return "here" if self.method is None else f"{self.method} {self.lag}"
 
 
-HERE, FORK, SPAWN, SERVER = (
-    [Column(None, 0)],
-    *([Column(method, lag) for lag in (0, 1)] for method in ("fork", "spawn", "forkserver")),
+HERE = Column(None, 0)
+LOCAL, FORK, SPAWN, SERVER = (
+    [Column(method, lag) for lag in (0, 1)] for method in ("local", "fork", "spawn", "forkserver")
 )
-COLUMNS = [*HERE, *FORK, *SPAWN, *SERVER]
+COLUMNS = [HERE, *LOCAL, *FORK, *SPAWN, *SERVER]
 AT = {
     "step": 3,
     "vector step": 3,
@@ -63,8 +64,7 @@ AT = {
     "tap": 2,
     "loop": 2,
 }  # the call that is harmed, else 1
-SOUND = [row for row in ROWS if not row.flaw]
-PLACES_OF_SPAWN = {row.place for row in SOUND if row.only == "spawn"}
+PLACES_OF_SPAWN = {row.place for row in ROWS if row.only == "spawn"}
 TABLE = {}  # (harm, place) -> {text of a column: word}
 
 
@@ -81,25 +81,16 @@ def table():
     print("\n" + in_columns(TABLE))
 
 
-def cells(*columns):
-    "The rows in these columns, where they make sense."
-    return [
-        (row, column)
-        for row in ROWS
-        for column in columns
-        if row.only in (None, column.method) and (column.method or row.here)
-    ]
+def here():
+    "Every row that does not end or stop its process: in this one, and by workers that are no processes, with one of the lags in turn."
+    rows = [row for row in ROWS if row.here and row.only is None]
+    return [(row, column) for k, row in enumerate(rows) for column in (HERE, LOCAL[k % 2])]
 
 
-def usual():
-    "Every row here and by forked workers: with both lags where processes end or close, else with one of them in turn."
-    in_turn = {id(row): FORK[k % 2] for k, row in enumerate(ROWS)}
-    ends = ("WorkerDied", "WorkerError", "restarted", "warned")
-    return [
-        (row, column)
-        for row, column in cells(*HERE, *FORK)
-        if column.method is None or row.workers.word in ends or column == in_turn[id(row)]
-    ]
+def fatal():
+    "Every other row, by forked workers."
+    rows = [row for row in ROWS if not row.here and row.only in (None, "fork")]
+    return [(row, FORK[k % 2]) for k, row in enumerate(rows)]
 
 
 def covering(columns, *wanted):
@@ -107,7 +98,7 @@ def covering(columns, *wanted):
     left = set().union(*wanted)
     found = []
     for row in sorted(
-        SOUND, key=lambda row: row.only is None
+        ROWS, key=lambda row: row.only is None
     ):  # what can happen nowhere else comes first
         if row.only not in (None, columns[0].method) or not {row.harm, row.place} & left:
             continue
@@ -130,57 +121,45 @@ def served():
 
     Answers of the wrong form, one at each place at least, are noticed by the same code as here and in forked workers.
     """
-    return covering(SERVER, set(EVENTS), {row.place for row in SOUND} - PLACES_OF_SPAWN)
-
-
-def unusual():
-    "All other cells."
-    done = {(id(row), column) for row, column in [*usual(), *served(), *spawned()]}
-    return [(row, column) for row, column in cells(*COLUMNS) if (id(row), column) not in done]
+    return covering(SERVER, set(EVENTS), {row.place for row in ROWS} - PLACES_OF_SPAWN)
 
 
 def parameters(cells):
     return [
-        pytest.param(
-            row,
-            column,
-            id=f"{row.harm} at {row.place} {column}",
-            marks=pytest.mark.xfail(reason=row.flaw, strict=True) if row.flaw else (),
-        )
-        for row, column in cells
+        pytest.param(*cell, id=f"{cell[0].harm} at {cell[0].place} {cell[1]}") for cell in cells
     ]
 
 
-@pytest.mark.parametrize("row, column", parameters(usual()))
-def test_here_and_in_forked_workers(row, column):
+@pytest.mark.parametrize("row, column", parameters(here()))
+def test_here_and_by_workers_that_are_no_processes(row, column):
     check(row, column)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("row, column", parameters(fatal()))
+def test_what_ends_or_stops_a_forked_worker(row, column):
+    check(row, column)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("row, column", parameters(served()))
 def test_in_workers_of_a_server(row, column):
     check(row, column)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_in_spawned_workers():
     "Two at a time, since starting takes its time; but garbage is collected by any thread."
     left = Left()
-    cells = spawned()
-    is_alone = lambda cell: any(
-        "ignored" in part for parts in cell[0].workers.log for part in parts
-    )
-    wrong = [complaint(*cell) for cell in cells if is_alone(cell)]
+    is_alone = lambda cell: any("ignored" in part for text in cell[0].workers.log for part in text)
+    alone = [cell for cell in spawned() if is_alone(cell)]
+    others = [cell for cell in spawned() if not is_alone(cell)]
+    wrong = [complaint(*cell) for cell in alone]
     with ThreadPoolExecutor(2) as pool:
-        wrong += pool.map(
-            lambda cell: complaint(*cell), [cell for cell in cells if not is_alone(cell)]
-        )
+        wrong += pool.map(lambda cell: complaint(*cell), others)
     assert not any(wrong), "\n".join(wrong)
     assert not left.more()
-
-
-@pytest.mark.parametrize("row, column", parameters(unusual()))
-def test_all_other_cells(row, column):
-    check(row, column)
 
 
 def check(row, column):
@@ -200,8 +179,9 @@ def complaint(row, column) -> str:
         column.lag,
         **{"at": AT.get(row.place, 1), **row.options},
     )
-    index = "1" if column.method == "fork" else "0"
-    names = dict(lane=index, worker=index, lanes="1" if column.method == "fork" else "0, 1")
+    is_last = column.method in ("fork", "local")
+    index = "1" if is_last else "0"
+    names = dict(lane=index, worker=index, lanes="1" if is_last else "0, 1")
     cause = ()  # parts of the traceback from the worker, if the error was raised there
     if wanted.is_remote and column.method is not None and row.place not in IN_PARENT:
         cause = (
@@ -224,7 +204,7 @@ def differences(found, wanted, names, cause):
         found.text,
         *found.log,
     ):  # an error of the library tells no novel; one of the user stays as it is
-        if len(text) > 50_000 and wanted.error is not KeyError:
+        if len(text) > 50_000 and wanted.error not in (KeyError, Unpicklable):
             yield f"a text of {len(text)} characters. "
     yield from missing(found.text, wanted.parts, names)
     if len(found.log) != len(wanted.log):
@@ -232,7 +212,10 @@ def differences(found, wanted, names, cause):
     for text, parts in zip(found.log, wanted.log):
         yield from missing(text, parts, names)
     if cause and found.error is not None and not isinstance(found.error, WorkerDied):
-        yield from missing(str(found.error.__cause__)[:50_000], cause, names)
+        told = str(found.error.__cause__)
+        if len(told) > 50_000:
+            yield f"a traceback of {len(told)} characters. "
+        yield from missing(told, cause, names)
     if wanted.error is None and found.items != 6:
         yield f"{found.items} items. "
     anew = (
@@ -260,74 +243,43 @@ def missing(text, parts, names):
 CODES = dict(SIGINT=130, SIGTERM=143, SIGHUP=129, SIGKILL=-9)
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_a_training_run_is_told_to_end(name, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name, code", CODES.items())
+def test_a_training_run_is_told_to_end(name, code, workers, tmp_path):
     "It saves its last update, except when it is killed; its workers end; the folder is free again and can be resumed."
-    for column, child in {
-        column: training(tmp_path / str(column), column) for column in (HERE[0], FORK[1])
-    }.items():
-        folder = tmp_path / str(column)
-        with child:
-            wait_for(lambda folder=folder: lines(folder / "metrics.jsonl") >= 2, child)
-            workers = started_by(child.pid)
-            child.send_signal(getattr(signal, name))
-            out, err = child.communicate(timeout=100)
-        assert (
-            child.returncode == CODES[name]
-            and "Traceback" not in err
-            and err.strip().count("\n") == 0
-        ), err
-        assert gone(workers, 3 * slack()) == [] and len(workers) == (
-            0 if column.method is None else 3
-        )  # two and their guard
-        saved = load_run(folder).counters
-        if name != "SIGKILL":
-            assert (
-                saved["steps"] == read_metrics(folder)["steps"][-1]
-                and f"--resume {shlex.quote(str(folder))}" in err
-            )
-        lock(folder), unlock(folder)
-        if name == "SIGINT":
-            n = lines(folder / "metrics.jsonl")
-            assert (
-                rollpipe(
-                    "train",
-                    "--resume",
-                    folder,
-                    "--steps",
-                    saved["steps"] + 1,
-                    "--quiet",
-                    "--no-tensorboard",
-                )
-                == 0
-            )
-            assert lines(folder / "metrics.jsonl") == n + 1
-        TABLE.setdefault((name, "a training run"), {})[str(column)] = f"exit {child.returncode}"
+    folder = tmp_path / "run"
+    words = f"train trpo CartPole-v1 --steps {10**8} --checkpoint-every {2**20} --lanes 2"
+    words += " --workers 2 --lag 1" if workers else ""
+    with process(*words.split(), "--out", folder, *SMALL, start_new_session=True) as child:
+        wait_for(lambda: lines(folder / "metrics.jsonl") >= 2, child)
+        started = started_by(child.pid)
+        child.send_signal(getattr(signal, name))
+        _, err = child.communicate(timeout=100)
+    assert child.returncode == code and "Traceback" not in err, err
+    assert err.strip().count("\n") == 0
+    assert len(started) == (3 if workers else 0)  # two and their guard
+    assert gone(started, 3 * slack()) == []
 
-
-def training(folder, column):
-    return process(
-        "train",
-        "trpo",
-        "CartPole-v1",
-        "--steps",
-        10**8,
-        "--out",
-        folder,
-        "--checkpoint-every",
-        1 << 20,
-        "--lanes",
-        2,
-        *([] if column.method is None else ["--workers", 2, "--lag", column.lag]),
-        *SMALL,
-        start_new_session=True,
-    )
+    # What was saved, and that the folder is free.
+    saved = load_run(folder).counters
+    if name != "SIGKILL":
+        assert saved["steps"] == read_metrics(folder)["steps"][-1]
+        assert f"--resume {shlex.quote(str(folder))}" in err
+    lock(folder), unlock(folder)
+    if name == "SIGINT":
+        n = lines(folder / "metrics.jsonl")
+        words = f"--steps {saved['steps'] + 1} --quiet --no-tensorboard".split()
+        assert rollpipe("train", "--resume", folder, *words) == 0
+        assert lines(folder / "metrics.jsonl") == n + 1
+    column = str(FORK[1] if workers else HERE)
+    TABLE.setdefault((name, "a training run"), {})[column] = f"exit {code}"
 
 
 # --- weights, or what an actor takes for constant, change while it collects
 
 
-@pytest.mark.parametrize("column", [HERE[0], *FORK], ids=str)
+@pytest.mark.parametrize("column", [HERE, *LOCAL], ids=str)
 @pytest.mark.parametrize("place", ["above the lanes", "below everything", "without lanes"])
 def test_a_thread_that_reads_ahead(place, column):
     "torchdata's `Prefetcher` would collect while the learner changes the weights."
@@ -343,9 +295,7 @@ def test_a_thread_that_reads_ahead(place, column):
     pipe = AdvantageBuffer(pipe, critic)
     if place != "above the lanes":
         pipe = Prefetcher(pipe, 2)
-    service = (
-        ProcessReading(2, lag=column.lag, start_method=column.method) if column.method else None
-    )
+    service = None if column == HERE else LocalReading(2, lag=column.lag)
     with DataLoader2(pipe, reading_service=service) as loader:
         with pytest.raises(
             GraphError,
@@ -389,7 +339,7 @@ def test_a_constant_of_the_actor_changes(caplog, monkeypatch):
         "attribute factor of class Scaled changed, so ONNX Runtime has a new graph of Scaled"
         in caplog.text
     )
-    TABLE[("a constant changes", "actor")] = {str(HERE[0]): "warned"}
+    TABLE[("a constant changes", "actor")] = {str(HERE): "warned"}
 
 
 # --- commands that start other processes
@@ -410,6 +360,7 @@ env = "CartPole-v1"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, words",
     {
@@ -428,7 +379,7 @@ def test_files_of_the_working_folder_have_the_names_of_modules_of_python(name, w
     words = words.replace("CartPole-v1", "needs:Needs-v0") + " --import needs"
     done = script(tmp_path, *words.split(), *TRAINS, "--no-tensorboard")
     assert done.returncode == 0, (done.stdout, done.stderr)
-    TABLE.setdefault(("a module's name is taken", name), {})[str(HERE[0])] = "fine"
+    TABLE.setdefault(("a module's name is taken", name), {})[str(HERE)] = "fine"
 
 
 NEEDS = """
@@ -438,6 +389,7 @@ gymnasium.register("Needs-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, words",
     {
@@ -471,36 +423,7 @@ def test_trainings_at_the_same_time_share_the_folder_of_their_replays(
     finally:
         for child in children:
             child.kill(), child.communicate()
-    TABLE.setdefault(("one folder for two replays", name), {})[str(HERE[0])] = "fine"
-
-
-def test_a_second_training_with_the_same_replay_file_is_told(tmp_path):
-    words = ["train", *REPLAY, "--path", tmp_path / "steps", "--quiet", "--no-tensorboard"]
-    with (
-        process(*words, "--out", tmp_path / "a" / "run") as first,
-        process(*words, "--out", tmp_path / "b" / "run") as second,
-    ):
-        wait_for(lambda: None not in (first.poll(), second.poll()) or first.poll() != second.poll())
-        refused, other = (first, second) if first.poll() is not None else (second, first)
-        out, err = refused.communicate(timeout=100)
-        assert (
-            refused.returncode == 2
-            and f"{tmp_path}/steps/run/steps.npy is in use by another memory" in err
-        ), err
-        wait_for(
-            lambda: (
-                lines((tmp_path / ("b" if refused is first else "a")) / "run" / "metrics.jsonl")
-                >= 2
-            ),
-            other,
-        )
-        other.kill()
-    with process(
-        *words, "--out", tmp_path / "c" / "run"
-    ) as third:  # the file is there, and nobody has it
-        wait_for(lambda: lines(tmp_path / "c" / "run" / "metrics.jsonl") >= 1, third)
-        third.kill()
-    TABLE.setdefault(("one file for two replays", "train"), {})[str(HERE[0])] = "DataError"
+    TABLE.setdefault(("one folder for two replays", name), {})[str(HERE)] = "fine"
 
 
 # --- the table
@@ -522,8 +445,7 @@ def in_columns(table) -> str:
 
 
 if __name__ == "__main__":
-    everything = "--all" in sys.argv
-    for cell in cells(*COLUMNS) if everything else [*usual(), *served(), *spawned()]:
+    for cell in [*here(), *fatal(), *served(), *spawned()]:
         if text := complaint(*cell):
             print(text, file=sys.stderr)
     print(in_columns(TABLE))

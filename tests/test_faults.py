@@ -1,28 +1,28 @@
 """Whatever happens in a worker, or to it, or to its parent: it is told at once and in full, and nothing is left behind.
 
-What each harm comes to at each place is the table of `test_fault_matrix.py`; here are the moments, bounds and details that it leaves out.
+What each harm comes to at each place is the table of `test_fault_matrix.py`, and a death or a silence at any item has laws in
+`test_local_crew.py`; here is what only processes can show.
 `conftest.py` checks after each test that no process and no segment is left; the bounds are those of the issue, times `slack()` since
 the machine may be busy.
 """
 
-import faulthandler
 import gc
-import logging
 import os
 import re
 import signal
 import threading
 import time
+from functools import partial
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 import worker_cases
 from conftest import started_by
 from fault_rows import Silent
-from toys import Counting, Lively, Plain, Shaky
-from worker_cases import Cart, descriptors, forked_script, gone, harmful, runs, slack
+from local_crew import Fault, LocalReading, Plan
+from toys import Counting, Lively, Plain, Scripted, Shaky
+from worker_cases import Cart, descriptors, forked_script, gone, harmful, slack
 
 from rollpipe.agents import REINFORCE
 from rollpipe.layers import Critic, GaussianPolicy
@@ -42,7 +42,6 @@ from rollpipe.pipes import (
 from rollpipe.pipes.data.fragment_ops import unstacked
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.taps import EpisodeStats
-from rollpipe.pipes.workers.codec import SharedMemory
 
 
 def outcome(pipe, **options):
@@ -53,94 +52,45 @@ def outcome(pipe, **options):
 # --- exceptions
 
 
-def test_a_long_text_is_cut():
-    "Its begin and its end are told."
+class Ends(Pipe):
+    "The first stream that is closed raises an exception."
 
-    def fails():
-        raise KeyError("begin" + "x" * 50_000_000 + "end")
+    closed = []
 
-    def unpicklable():
-        class Own(Exception):
-            pass
-
-        Own.__reduce__ = None
-        raise Own("begin" + "x" * 50_000_000 + "end")
-
-    for function, kind in ((fails, KeyError), (unpicklable, WorkerError)):
-        error, text, cause = outcome(
-            Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), function), 1),
-            num_workers=1,
-        )
-        assert (
-            type(error) is kind
-            and len(cause) < 40_000
-            and "beginxxx" in cause
-            and "xxxend" in cause
-            and "Traceback" in cause
-        )
-        assert re.search(r"\d+ characters are left out", cause) and (
-            kind is KeyError or len(text) < 40_000
-        )
-
-
-class AtEnd(Pipe):
-    "Calls a function of the user when its stream is closed."
-
-    def __init__(self, pipe, function):
+    def __init__(self, pipe, error):
         super().__init__(pipe)
-        self.function = function
+        self.error = error
 
     def stream(self, items):
         try:
             yield from items
         finally:
-            self.function()
+            self.closed.append(self)
+            if len(self.closed) == 1:
+                raise self.error("enough")
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("raised", [SystemExit, Silent])
-def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(
-    raised, method, tmp_path, caplog
-):
+def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(raised, caplog):
     "Also if it is no `Exception`. To call `sys.exit` there does not end the learner's program."
-
-    def ends():
-        first = not any(tmp_path.iterdir())
-        (tmp_path / str(len(list(tmp_path.iterdir())))).touch()
-        if first:
-            raise raised("enough")
-
-    pipe = Lanes(AtEnd(FragmentCollector(EnvStepper(Counting, Plain()), 2), ends), 3)
+    Ends.closed.clear()
+    pipe = Lanes(Ends(FragmentCollector(EnvStepper(Counting, Plain()), 2), raised), 3)
     error = None
     try:
-        outcome(pipe, num_workers=1, start_method=method, grace=30)
+        worker_cases.outcome(pipe, LocalReading(1))
     except BaseException as e:
         error = e
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(Ends.closed) == 3
     if raised is Silent:
-        assert type(error) is Silent and "in ends" in str(error.__cause__)
+        assert type(error) is Silent and "in stream" in str(error.__cause__)
     else:
-        assert error is None and re.search(
-            r"(?s)in worker 0, lane 0, AtEnd:\n.* in ends\n.*SystemExit: enough", caplog.text
-        )
-
-
-class Calls(Pipe):
-    "Calls a function of the user before each item."
-
-    def __init__(self, pipe, function):
-        super().__init__(pipe)
-        self.function = function
-
-    def stream(self, items):
-        for item in items:
-            self.function()
-            yield item
+        told = r"(?s)in worker 0, lane 0, Ends:\n.* in stream\n.*SystemExit: enough"
+        assert error is None and re.search(told, caplog.text)
 
 
 def test_after_a_fault_the_loader_is_shut_down_and_the_pipe_can_be_used_again():
     pipe = harmful("raise", "step", 7)
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2)) as loader:
         with pytest.raises(EnvError):
             for _ in loader:
                 pass
@@ -151,89 +101,13 @@ def test_after_a_fault_the_loader_is_shut_down_and_the_pipe_can_be_used_again():
 
 # --- death
 
-DEATHS = {
-    "SIGKILL": "killed by SIGKILL",
-    "SIGSEGV": "killed by SIGSEGV",
-    "SIGABRT": "killed by SIGABRT",
-    "exit": "ended with exit code 3",
-    "leave": "ended with exit code 5",
-}
-
-
-def check_death(found, harm, worker, lanes, busy):
-    error, text, _ = found
-    assert isinstance(error, WorkerError), error
-    assert re.search(
-        rf"lane {lanes}: worker {worker} \(pid \d+\).* {DEATHS[harm]} while it collected lane {busy}",
-        text,
-    ), text
-
-
-@pytest.mark.parametrize(
-    "harm, call, at",
-    [
-        ("SIGKILL", "factory", 1),
-        ("SIGSEGV", "step", 6),
-        ("SIGABRT", "pipe", 2),
-        ("exit", "step", 6),
-        ("leave", "pipe", 2),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_death_is_told_within_a_second(harm, call, at, tmp_path, monkeypatch):
-    "While the parent waits; with worker, signal, all its lanes, and the one that it was busy with."
-    monkeypatch.setenv("HARM", str(tmp_path / "time"))
-    with quiet():
-        found = outcome(harmful(harm, call, at, lanes=4), num_workers=2)
-    took = time.monotonic() - float((tmp_path / "time").read_text())
-    check_death(found, harm, 1, "1, 3", "[13]")
-    assert took < 1 * slack(), took
-
-
-class quiet:
-    "Without faulthandler's report of a crash that is meant."
-
-    def __enter__(self):
-        self.was = faulthandler.is_enabled()
-        faulthandler.disable()
-
-    def __exit__(self, *_):
-        if self.was:
-            faulthandler.enable()
-
-
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
-@pytest.mark.parametrize("lag", [0, 1, None])
-def test_a_death_while_the_parent_does_something_else(sign, lag):
-    "It is told at the next item that is missing, within a second; and the loader closes without waiting for the dead."
-    with (
-        quiet(),
-        DataLoader2(
-            harmful("raise", "step", 10**9), reading_service=ProcessReading(2, lag=lag)
-        ) as loader,
-    ):
-        items = iter(loader)
-        next(items)
-        pid = loader.reading_service.health()[1]["pid"]
-        os.kill(pid, sign)
-        assert gone([pid], 5) == []
-        start = time.monotonic()
-        with pytest.raises(WorkerError, match=f"lane 1: worker 1 .*killed by {sign.name}"):
-            for _ in items:
-                pass
-        assert time.monotonic() - start < 1 * slack()
-        assert not any(runs(w["pid"]) for w in loader.reading_service.health())
-
 
 def test_a_worker_that_is_told_to_end_by_others_closes_its_environments(tmp_path):
     "SIGTERM; the parent learns of it all the same."
 
-    class Tells(Counting):
-        def close(self):
-            (tmp_path / str(os.getpid())).touch()
-
+    env = partial(Scripted, before={"close": lambda env: (tmp_path / str(os.getpid())).touch()})
     with DataLoader2(
-        Lanes(FragmentCollector(EnvStepper(lambda: Tells(), Plain()), 4), 2, 0),
+        Lanes(FragmentCollector(EnvStepper(env, Plain()), 4), 2, 0),
         reading_service=ProcessReading(2),
     ) as loader:
         items = iter(loader)
@@ -255,42 +129,6 @@ def test_a_death_between_iterations_or_at_the_end_does_no_harm():
     start = time.monotonic()
     loader.shutdown()
     assert time.monotonic() - start < 1 * slack()
-
-
-def test_a_death_while_paused():
-    with DataLoader2(
-        harmful("raise", "step", 10**9), reading_service=ProcessReading(2, lag=None)
-    ) as loader:
-        items = iter(loader)
-        items.limit(2)
-        assert len(list(items)) == 2
-        os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
-        items.resume()
-        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"):
-            for _ in range(20):
-                for _ in items:
-                    pass
-                items.resume()
-
-
-def test_a_worker_killed_while_it_writes_a_long_message_or_a_slot():
-    "At any moment: with fragments that consist of much, workers are killed at random times."
-    rng = np.random.default_rng(0)
-
-    class Wordy(Plain):
-        def complete(self, act, info):
-            return info | {f"name {k}": act.clone() for k in range(200)}
-
-    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Wordy()), 3), 2, 0)
-    for _ in range(6):
-        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None)) as loader:
-            items = iter(loader)
-            next(items)
-            time.sleep(rng.uniform(0, 0.02))
-            os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
-            with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"):
-                for _ in items:
-                    pass
 
 
 def test_a_worker_with_processes_of_its_own_is_killed():
@@ -321,69 +159,6 @@ def test_a_worker_with_processes_of_its_own_is_killed():
 # --- silence
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "fork",
-        pytest.param("spawn", marks=pytest.mark.slow),
-        pytest.param("forkserver", marks=pytest.mark.slow),
-    ],
-)
-def test_the_start_of_a_worker_is_no_silence(method, caplog):
-    "Also of one that is started again: an interpreter that loads torch takes longer than any step."
-    with caplog.at_level(logging.WARNING, "rollpipe"):
-        pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
-        reading = ProcessReading(1, silence=0.2, on_silence="raise", start_method=method, restart=1)
-        with DataLoader2(pipe, reading_service=reading) as loader:
-            items = iter(loader)
-            next(items)
-            os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
-            assert next(items)
-    # The first stream of a process also says which infos it does not record.
-    said_of_the_worker = [text for text in caplog.messages if "worker 0" in text]
-    assert len(said_of_the_worker) == 1 and "Its lanes start anew" in said_of_the_worker[0]
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_start_is_reported(caplog, monkeypatch):
-    "After a time of its own. The question where it is would kill it before it can understand, so it is not asked."
-    monkeypatch.setattr("rollpipe.pipes.workers.process.STARTING", 0.1)
-    with caplog.at_level(logging.WARNING, "rollpipe"):
-        pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
-        with DataLoader2(
-            pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")
-        ) as loader:
-            assert next(iter(loader))
-    assert re.search(
-        r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)",
-        caplog.records[0].getMessage(),
-    )
-
-
-def test_a_worker_that_hangs_is_reported_while_others_go_on(caplog):
-    "In ready order nobody waits for it: the messages of the other do not hide its silence."
-
-    def fragments(loader):
-        items = iter(loader)
-        begin = time.monotonic()
-        while not caplog.records and time.monotonic() - begin < 5 * slack():
-            yield next(items)
-            time.sleep(0.01)  # the learner is slower, so there is always a message
-
-    with caplog.at_level(logging.WARNING, "rollpipe"):
-        pipe = harmful("hang", "step", 6)
-        with DataLoader2(
-            pipe, reading_service=ProcessReading(2, lag=None, order="ready", silence=0.5, grace=0.2)
-        ) as loader:
-            lanes = [int(f.lane[0]) for f in fragments(loader)]
-    assert lanes.count(0) > 10 and lanes.count(1) < 2
-    assert re.search(
-        r"lane 1: worker 1 \(pid \d+\) has been silent .*in do\n",
-        caplog.records[0].getMessage(),
-        re.S,
-    )
-
-
 def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_thread():
     "It was forked while the thread held the lock, and nobody will ever release the worker's copy."
     lock = threading.Lock()
@@ -395,15 +170,16 @@ def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_t
             held.set()
             done.wait()
 
-    class Locked(Counting):
-        def step(self, action):
-            with lock:
-                return super().step(action)
+    def step(env):
+        with lock:
+            pass
 
     thread = threading.Thread(target=holds, name="a user's thread")
     thread.start()
     held.wait()
-    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Locked(), Plain()), 2), 1, 0)
+    pipe = Lanes(
+        FragmentCollector(EnvStepper(lambda: Scripted(before={"step": step}), Plain()), 2), 1, 0
+    )
     reading = ProcessReading(1, silence=0.5, on_silence="raise", grace=0.2, start_method="fork")
     told = r"(?s)silent.*in step\n.*forked beside other threads \(.*a user's thread.*start_method='spawn'"
     try:
@@ -415,73 +191,6 @@ def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_t
     finally:
         done.set()
         thread.join()
-
-
-class Long:
-    "Gives items that are sent as one long message."
-
-    def __call__(self, fragment):
-        return fragment.seq.tolist(), bytes(10**7)
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_worker_that_is_stopped_in_the_middle_of_a_message(goes_on, caplog):
-    "The parent does not wait for the rest of the message, but reports the worker; if it goes on, the item is whole."
-    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2).map(Long()), 1, 0)
-    with DataLoader2(
-        pipe, reading_service=ProcessReading(1, lag=1, silence=0.5, on_silence="raise", grace=0.2)
-    ) as loader:
-        items = iter(loader)
-        next(items)
-        coordinator = loader.reading_service.seams[0].coordinator
-        member, wakes = (
-            coordinator.members[0],
-            lambda *_: os.kill(member.process.pid, signal.SIGCONT),
-        )
-        while not member.process.poll(0.1):
-            pass  # it writes a message that is longer than the connection holds
-        time.sleep(0.2)
-        os.kill(member.process.pid, signal.SIGSTOP)
-        if goes_on:
-            loader.reading_service.on_silence = "warn"
-            before = signal.signal(signal.SIGALRM, wakes)
-            signal.setitimer(signal.ITIMER_REAL, 1.5)
-            try:
-                found = [next(items), next(items)]
-            finally:
-                signal.signal(signal.SIGALRM, before)
-            assert [(seq, len(data)) for seq, data in found] == [([1], 10**7), ([2], 10**7)]
-            assert "worker 0" in caplog.text and "has been silent" in caplog.text
-        else:
-            with pytest.raises(
-                WorkerError, match=r"(?s)lane 0: worker 0 .*silent .*here:\n\(no answer\)"
-            ):
-                for _ in items:
-                    pass
-
-
-def test_a_worker_that_does_not_leave_is_killed():
-    "One that ignores every request to end, after the grace."
-
-    class Deaf(Counting):
-        def step(self, action):
-            if self.episode:
-                block()
-            return super().step(action)
-
-    with DataLoader2(
-        Lanes(FragmentCollector(EnvStepper(lambda: Deaf([(2, "term")]), Plain()), 2), 1, 0),
-        reading_service=ProcessReading(1, lag=1, grace=0.3),
-    ) as loader:
-        next(iter(loader))
-        pid = loader.reading_service.health()[0]["pid"]
-    assert not runs(pid)
-
-
-def block():
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    while True:
-        time.sleep(60)
 
 
 # --- the parent
@@ -507,22 +216,6 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize(
-    "method, doing", [("fork", "computes"), pytest.param("spawn", "runs", marks=pytest.mark.slow)]
-)
-def test_the_parent_is_killed(method, doing, tmp_path):
-    "Idle and busy workers end within two seconds. `test_guard.py` has those that hang in C or are stopped."
-    parent = forked_script(tmp_path, LIVES, method, doing)
-    try:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-    finally:
-        os.kill(parent.pid, signal.SIGKILL)
-    assert len(pids) == 2, parent.communicate()
-    assert gone(pids, 2 * slack()) == []
-    parent.communicate()
-
-
 @pytest.mark.parametrize("doing", ["waits", "runs"])
 def test_ctrl_c(doing, tmp_path):
     "SIGINT to the whole group, as a terminal sends it: the parent's own business; no worker complains, none is left."
@@ -535,37 +228,18 @@ def test_ctrl_c(doing, tmp_path):
     assert err == "" and len(pids) == 2 and gone(pids, 2 * slack()) == []
 
 
-def test_ctrl_c_in_this_process():
-    with pytest.raises(KeyboardInterrupt):
-        with DataLoader2(
-            harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=0.5)
-        ) as loader:
-            signal.setitimer(signal.ITIMER_REAL, 1)
-            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-            try:
-                for _ in loader:
-                    pass
-            finally:
-                signal.signal(signal.SIGALRM, before)
-
-
 # --- memory
 
 
 def test_too_much_to_share():
-    "A clear error before the system ends a process for want of memory; in the parent and in a worker."
-    with pytest.raises(
-        DataError, match=r"not enough memory to share between processes.*more bytes.*available"
-    ):
-        SharedMemory(2**55)
+    "A clear error before the system ends a process for want of memory."
 
     class Huge(Plain):
         def complete(self, act, info):
             return info | {"huge": torch.zeros(1, dtype=torch.uint8).expand(*act.shape, 2**45)}
 
-    error, text, cause = outcome(
-        Lanes(FragmentCollector(EnvStepper(Counting, Huge()), 2), 2, 0), num_workers=2
-    )
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Huge()), 2), 2, 0)
+    error, text, cause = worker_cases.outcome(pipe, LocalReading(2))
     assert type(error) is DataError and re.search(
         r"lane 0: not enough memory to share.*expected [\d,]+ more bytes", text, re.I
     ), text
@@ -596,75 +270,16 @@ except Exception as e: print(type(e).__name__, e)
 # --- restart
 
 
-def kill(loader, lane):
-    "Kill the worker of a lane."
-    (pid,) = (state["pid"] for state in loader.reading_service.health() if lane in state["lanes"])
-    os.kill(pid, signal.SIGKILL)
-    assert gone([pid], 5) == []
-
-
-def test_restart_of_one_that_dies_at_once():
-    "Again and again, at the same call: as often as allowed, then the error."
-    with quiet():
-        error, text, _ = outcome(harmful("SIGKILL", "factory"), num_workers=2, restart=3)
-    assert (
-        isinstance(error, WorkerError)
-        and "worker 1" in text
-        and "while it collected lane 1" in text
-    )
-
-
-def test_a_worker_that_dies_before_it_is_told_all():
-    "Requests that were lost twice are sent once."
-    pipe = harmful("raise", "step", 10**9, lanes=2)
-    with DataLoader2(pipe, reading_service=ProcessReading(1, lag=2, restart=3)) as loader:
-        items = iter(loader)
-        next(items)
-        coordinator = loader.reading_service.seams[0].coordinator
-        start_member = coordinator.start_member
-        dead = []
-
-        def starts_dead(k, graphs):
-            member = start_member(k, graphs)
-            if len(dead) < 2:
-                dead.append(pid := member.process.pid)
-                os.kill(pid, signal.SIGKILL)
-                assert gone([pid], 5) == []
-            return member
-
-        coordinator.start_member = starts_dead
-        os.kill(coordinator.members[0].process.pid, signal.SIGKILL)
-        told = [(int(f.lane[0]), int(f.seq[0])) for f in islice(items, 12)]
-        assert coordinator.supervision.restarts == 3 and len(dead) == 2
-        del coordinator.start_member
-    assert [k for k, _ in told] == [1, 0] * 6
-    for lane in range(2):
-        seqs = [s for k, s in told if k == lane]
-        begin = seqs.index(0, 1) if 0 in seqs[1:] else 0
-        assert seqs[begin:] == list(range(len(seqs) - begin))
-
-
 def test_a_learner_says_which_lanes_began_anew():
     "A metric says it from the first batch on that has data of such a lane; a memory takes them all; a joined batch can be taken apart."
     actor = GaussianPolicy.for_env(Lively(), hidden=(4,), seed=0)
-    found = []
-    batches = []
+    critic = Critic.for_env(Lively(), seed=0)
     agent = REINFORCE(actor, seed=0)
-    with DataLoader2(
-        on_policy(
-            Lively, actor, Critic.for_env(Lively(), seed=0), n_envs=2, n_steps=6, lanes=3, seed=0
-        ),
-        reading_service=ProcessReading(3, restart=3),
-    ) as loader:
-        items = iter(loader)
-        for k in range(6):
-            if k in (2, 4):
-                kill(loader, lane=1)
-            if k == 4:
-                kill(loader, lane=2)
-            found.append(agent.update(batch := next(items)).get("lane_restarts"))
-            batches.append(batch)
-    assert found == [None, None, 1, 1, 3, 3]
+    pipe = on_policy(Lively, actor, critic, n_envs=2, n_steps=6, lanes=3, seed=0)
+    deaths = [Fault("dies before", worker, item) for worker, item in ((1, 2), (1, 2), (2, 4))]
+    with DataLoader2(pipe, reading_service=LocalReading(3, restart=3, plan=Plan(deaths))) as loader:
+        batches = list(islice(loader, 6))
+    assert [agent.update(x).get("lane_restarts") for x in batches] == [None, None, 1, 1, 3, 3]
     assert batches[1].restarts is None
     assert [b.restarts.tolist() for b in batches[3::2]] == [[0, 0, 1, 1, 0, 0], [0, 0, 2, 2, 1, 1]]
     assert [f.restarts.tolist() for f in unstacked(batches[-1])] == [[0, 0], [2, 2], [1, 1]]
@@ -678,13 +293,13 @@ def test_a_learner_says_which_lanes_began_anew():
 def test_episodes_do_not_mix_after_a_restart(lag):
     "Returns of episodes come from whole episodes: of 5 steps at a reward of 1 each."
     ends = []
-    pipe = EpisodeStats(
-        FragmentStacker(harmful("raise", "step", 10**9, lanes=2, n_steps=3), 2), ends.append
-    )
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, restart=3)) as loader:
-        for k, _ in enumerate(islice(loader, 40)):
-            if k in (5, 11, 17):
-                os.kill(loader.reading_service.health()[k % 2]["pid"], signal.SIGKILL)
+    lanes = harmful("raise", "step", 10**9, lanes=2, n_steps=3)
+    pipe = EpisodeStats(FragmentStacker(lanes, 2), ends.append)
+    deaths = [Fault("dies after", worker, item) for worker, item in ((1, 5), (1, 6), (0, 16))]
+    service = LocalReading(2, lag=lag, restart=3, plan=Plan(deaths))
+    with DataLoader2(pipe, reading_service=service) as loader:
+        assert len(list(islice(loader, 40))) == 40
+        assert loader.reading_service.health()[0]["restarted"] == 3
     assert len(ends) > 30 and {(e.ret, e.length) for e in ends} == {(5.0, 5)}
 
 

@@ -40,170 +40,97 @@ from rollpipe.traces.fingerprint import machine
 
 GPU = "cuda"
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SMALL = "--n-steps 64 --n-envs 2 --lanes 2".split()
-OFF = "--warmup 200".split()
+SMALL = " --n-steps 64 --n-envs 2 --lanes 2"
+OFF = " --warmup 200"
+QUIET = " --quiet --no-tensorboard"
 KINDS = dict(
-    trpo=["trpo", "Pendulum-v1", *SMALL],
-    npg=["npg", "CartPole-v1", *SMALL],
-    reinforce=["reinforce", "CartPole-v1", *SMALL],
-    a2c=["a2c", "Pendulum-v1", *SMALL],
-    ppo=["ppo", "CartPole-v1", *SMALL],
-    vtrace=["vtrace", "CartPole-v1", *SMALL],
-    gru=["ppo", "CartPole-v1", *SMALL, "--recurrent", "gru"],
-    lstm=["dqn", "CartPole-v1", *OFF, "--recurrent", "lstm", "--preset", "none", "--length", "8"],
-    workers=["ppo", "Pendulum-v1", *SMALL, "--workers", "2"],
-    rnd=["ppo", "CartPole-v1", *SMALL, "--intrinsic", "0.1"],
-    masked=["ppo", "Taxi-v4", *SMALL, "--action-mask", "action_mask"],
-    dqn=["dqn", "CartPole-v1", *OFF, "--prioritized"],
-    qr_dqn=["qr_dqn", "CartPole-v1", *OFF],
-    sac=["sac", "Pendulum-v1", *OFF],
-    crossq=["crossq", "Pendulum-v1", *OFF],
-    td3=["td3", "Pendulum-v1", *OFF],
-    ddpg=["ddpg", "Pendulum-v1", *OFF],
+    trpo="trpo Pendulum-v1" + SMALL,
+    npg="npg CartPole-v1" + SMALL,
+    reinforce="reinforce CartPole-v1" + SMALL,
+    a2c="a2c Pendulum-v1" + SMALL,
+    ppo="ppo CartPole-v1" + SMALL,
+    vtrace="vtrace CartPole-v1" + SMALL,
+    gru="ppo CartPole-v1 --recurrent gru" + SMALL,
+    lstm="dqn CartPole-v1 --recurrent lstm --preset none --length 8" + OFF,
+    workers="ppo Pendulum-v1 --workers 2" + SMALL,
+    rnd="ppo CartPole-v1 --intrinsic 0.1" + SMALL,
+    masked="ppo Taxi-v4 --action-mask action_mask" + SMALL,
+    dqn="dqn CartPole-v1 --prioritized" + OFF,
+    qr_dqn="qr_dqn CartPole-v1" + OFF,
+    sac="sac Pendulum-v1" + OFF,
+    crossq="crossq Pendulum-v1" + OFF,
+    td3="td3 Pendulum-v1" + OFF,
+    ddpg="ddpg Pendulum-v1" + OFF,
 )
 
 
-def command(folder, *words, code=0):
-    "What `rollpipe` prints in a process of its own."
+def printed(folder, *words, timeout=600):
+    "The exit code of a Python program with these words, in a process of its own, and what it prints."
     done = subprocess.run(
-        [sys.executable, "-m", "rollpipe", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=folder,
         env=os.environ | settings(),
-        timeout=600,
+        timeout=timeout,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    return done.returncode, done.stdout
+
+
+def command(folder, words):
+    "What `rollpipe` prints in a process of its own."
+    code, text = printed(folder, "-m", "rollpipe", *words.split())
+    assert code == 0, text
+    return text
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_a_gpu_is_verified_and_its_policy_is_used_on_the_host(kind, tmp_path):
-    command(
-        tmp_path,
-        "train",
-        *KINDS[kind],
-        "--steps",
-        700,
-        "--device",
-        "cuda",
-        "--out",
-        "run",
-        "--quiet",
-        "--no-tensorboard",
-        "--exact",
-        "--checkpoint-every",
-        2,
-        "--final-episodes",
-        2,
-    )
-    assert "fingerprints are equal" in command(tmp_path, "verify", "run", "--updates", 3)
+    train = f"train {KINDS[kind]} --steps 700 --device cuda --out run --exact --checkpoint-every 2"
+    command(tmp_path, train + " --final-episodes 2" + QUIET)
+    assert "fingerprints are equal" in command(tmp_path, "verify run --updates 3")
     agent = load_agent(tmp_path / "run")
     assert {x.device.type for x in agent.actor.parameters()} == {"cpu"}
     if kind != "masked":
-        assert math.isfinite(evaluate(KINDS[kind][1], agent.actor, 2, seed=0).mean)
-    command(tmp_path, "evaluate", "run", "--episodes", 2)
-    command(tmp_path, "evaluate", "run", "--episodes", 2, "--device", "cuda")
-    command(
-        tmp_path,
-        "train",
-        "--resume",
-        "run",
-        "--steps",
-        900,
-        "--device",
-        "cpu",
-        "--quiet",
-        "--no-tensorboard",
-    )
+        env = KINDS[kind].split()[1]
+        assert math.isfinite(evaluate(env, agent.actor, 2, seed=0).mean)
+    command(tmp_path, "evaluate run --episodes 2")
+    command(tmp_path, "evaluate run --episodes 2 --device cuda")
+    command(tmp_path, "train --resume run --steps 900 --device cpu" + QUIET)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["ppo", "trpo", "rnd", "scaled", "recurrent", "dqn", "sac", "td3"])
-def test_killed_on_a_gpu(name):
-    done = subprocess.run(
-        [
-            sys.executable,
-            BENCHMARKS / "guillotine.py",
-            "--only",
-            name,
-            "--rounds",
-            "1",
-            "--device",
-            "cuda",
-        ],
-        env=os.environ | settings(),
-        timeout=800,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+def test_killed_on_a_gpu(name, tmp_path):
+    words = f"--only {name} --rounds 1 --device cuda".split()
+    code, text = printed(tmp_path, BENCHMARKS / "guillotine.py", *words, timeout=800)
+    assert code == 0, text
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_ranks_and_one_gpu(device, tmp_path):
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "rollpipe",
-        "train",
-        "ppo",
-        "CartPole-v1",
-        *SMALL,
-        "--steps",
-        "512",
-        "--device",
-        device,
-        "--out",
-        "run",
-        "--quiet",
-        "--no-tensorboard",
-    ]
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env=os.environ | settings(),
-        timeout=300,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert (
-        done.returncode == 0
-        or device == "cuda"
-        and torch.cuda.device_count() < 2
-        and "GPU" in done.stdout
-    ), done.stdout
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m rollpipe train"
+    words = f"ppo CartPole-v1 --steps 512 --device {device} --out run{SMALL}{QUIET}"
+    code, text = printed(tmp_path, *launch.split(), *words.split(), timeout=300)
+    is_refused = device == "cuda" and torch.cuda.device_count() < 2 and "GPU" in text
+    assert code == 0 or is_refused, text
 
 
 @pytest.mark.gpu
 def test_a_training_on_the_host_touches_no_gpu(tmp_path):
-    code = """if True:
+    program = """if True:
         import torch
         from rollpipe.cli.main import main
         words = "train ppo CartPole-v1 --steps 512 --workers 2 --n-envs 2 --n-steps 64 --lanes 2 --quiet --no-tensorboard --out r"
         assert main(words.split()) == 0
         assert not torch.cuda.is_initialized()"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | settings(),
-        timeout=300,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+    code, text = printed(tmp_path, "-c", program, timeout=300)
+    assert code == 0, text
 
 
 def test_the_fingerprint_names_a_gpu_only_if_it_is_used(monkeypatch):

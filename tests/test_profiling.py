@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from toys import Counting, Failing, Ledger, Limit, Plain, Valued
+from toys import Counting, Failing, Ledger, Limit, Plain, Scripted, Valued
 from worker_cases import WORLDS, change, harmful, stream
 
 from rollpipe.cli.main import build_parser, main
@@ -148,16 +148,6 @@ def test_the_costs_of_a_chain_are_found_exactly(chain, learning, source):
     assert found.learner == pytest.approx(learning / total)
 
 
-class Slow(Counting):
-    "An environment whose steps cost 1 s."
-
-    hands: Hands
-
-    def step(self, action):
-        self.hands.wait(1)
-        return super().step(action)
-
-
 class Pensive(Plain):
     "An actor whose answers cost 3 s, whether they are acted out or not."
 
@@ -180,10 +170,10 @@ class Passing(Pipe):
 @pytest.mark.parametrize("ticks", [False, True])
 def test_environments_and_actor_have_times_of_their_own(ticks):
     "Two lanes of 2 environments, fragments of 4 steps: each fragment costs 4 * 2 s of steps, and 4 answers with one to look ahead."
-    Slow.hands = hands = Hands()
+    hands = Hands()
 
     def source():
-        return Slow([(100, "term")])
+        return Scripted([(100, "term")], before={"step": lambda env: hands.wait(1)})
 
     edits = [Passing.inserter(after=EnvStepper)] if ticks else []
     found = profile(
@@ -477,22 +467,13 @@ def test_a_graph_without_lanes_gets_them():
 # --- every end
 
 
-def test_a_stream_that_ends_early_or_is_empty():
+@pytest.mark.parametrize("n, measured", [(3, (2, 4)), (1, (1, 2)), (0, (0, 0))])
+def test_a_stream_that_ends_early_or_is_empty(n, measured):
+    "The first item is not measured, unless it is the only one."
     hands = Hands()
-    found = profile(Costly(hands, 2, 3), 100, now=hands)
-    assert (
-        found.ended
-        and (found.n_items, found.seconds, found.error) == (2, 4, None)
-        and "then the stream ended" in str(found)
-    )
-    found = profile(Costly(hands, 2, 1), 100, now=hands)
-    assert (found.n_items, found.seconds, found.stages[0].share) == (
-        1,
-        2,
-        1,
-    )  # the only item counts
-    found = profile(IterableWrapper([]), 100)
-    assert found.ended and found.n_items == 0 and "0 items" in str(found)
+    found = profile(Costly(hands, 2, n), 100, now=hands)
+    assert found.ended and found.error is None and (found.n_items, found.seconds) == measured
+    assert "then the stream ended" in str(found)
     ElementTree.fromstring(found._repr_svg_())
 
 
@@ -571,80 +552,43 @@ def test_the_picture_holds_every_figure():
 # --- the command line
 
 
-def printed(capsys, *words):
-    code = main([str(word) for word in words])
+def printed(capsys, words):
+    code = main(words.split())
     return code, capsys.readouterr()
 
 
-TINY = "--n-envs 2 --n-steps 16 --hidden 4 --critic-hidden 4".split()
+TINY = " --n-envs 2 --n-steps 16 --hidden 4 --critic-hidden 4"
 
 
 def test_the_profile_command_prints_draws_and_tells_the_error(capsys, tmp_path):
-    code, said = printed(
-        capsys,
-        "profile",
-        "a2c",
-        "CartPole-v1",
-        *TINY,
-        "--seconds",
-        0.05,
-        "--svg",
-        tmp_path / "p.svg",
-        "--lanes",
-        2,
-        "--workers",
-        2,
-    )
-    assert (
-        code == 0
-        and "<-- slowest" in said.out
-        and "worker 1: busy" in said.out
-        and "the learner" in said.out
-    )
-    ElementTree.parse(tmp_path / "p.svg")
-    code, said = printed(
-        capsys, "profile", "a2c", "CartPole-v1", *TINY, "--env-kwargs", "no_such=1"
-    )
-    assert code == 2 and "no_such" in said.err
-    code, said = printed(capsys, "profile", "a2c", "CartPole-v1", "--seconds", 0)
-    assert code == 2 and "seconds > 0" in said.err
+    picture = tmp_path / "p.svg"
+    words = f"profile a2c CartPole-v1 --seconds 0.05 --svg {picture} --lanes 2 --workers 2"
+    code, said = printed(capsys, words + TINY)
+    assert code == 0
+    for text in ("<-- slowest", "worker 1: busy", "the learner"):
+        assert text in said.out
+    ElementTree.parse(picture)
+    for option, text in (("--env-kwargs no_such=1", "no_such"), ("--seconds 0", "seconds > 0")):
+        code, said = printed(capsys, f"profile a2c CartPole-v1 {option}" + TINY)
+        assert code == 2 and text in said.err
 
 
 def test_autotune_prints_a_command_that_gives_the_best_setting(capsys):
-    code, said = printed(
-        capsys,
-        "autotune",
-        "a2c",
-        "CartPole-v1",
-        *TINY,
-        "--no-normalize",
-        "--lanes",
-        2,
-        "--seconds",
-        0.5,
-    )
+    words = "autotune a2c CartPole-v1 --no-normalize --lanes 2 --seconds 0.5"
+    code, said = printed(capsys, words + TINY)
     lines = said.out.splitlines()
     args = build_parser().parse_args(lines[-1].split()[1:])
-    assert code == 0 and (args.n_envs, args.n_steps, args.lanes, args.hidden, args.normalize) == (
-        2,
-        16,
-        2,
-        (4,),
-        False,
-    )
-    assert (
-        args.workers in (0, 1, 2)
-        and lines[-2].startswith("best: ")
-        and lines[-3].startswith("noise: ")
-    )
-    head = max(
-        k for k, line in enumerate(lines) if line.split()[:1] == ["lanes"] or "of the best" in line
-    )
-    speeds = [float(line.split()[-3].replace(",", "")) for line in lines[head + 1 : -3]]
-    assert (
-        speeds == sorted(speeds, reverse=True)
-        and lines[-2] == f"best: {lines[head + 1].split()[-3]} steps/s"
-    )
+    assert code == 0 and args.workers in (0, 1, 2)
+    assert (args.n_envs, args.n_steps, args.lanes, args.hidden) == (2, 16, 2, (4,))
+    assert args.normalize is False
+
+    # The table of settings, the fastest first, and two lines below it.
+    assert lines[-2].startswith("best: ") and lines[-3].startswith("noise: ")
+    is_head = [line.split()[:1] == ["lanes"] or "of the best" in line for line in lines]
+    first = max(k for k, it_is in enumerate(is_head) if it_is) + 1
+    speeds = [line.split()[-3] for line in lines[first:-3]]
+    numbers = [float(speed.replace(",", "")) for speed in speeds]
+    assert numbers == sorted(numbers, reverse=True) and lines[-2] == f"best: {speeds[0]} steps/s"
 
 
 def test_autotune_measures_the_fastest_settings_twice(monkeypatch):
@@ -699,12 +643,12 @@ def test_autotune_after_ctrl_c_and_after_failures(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rollpipe.runs.commands.autotune", interrupted)
-    code, said = printed(capsys, "autotune", "a2c", "CartPole-v1")
+    code, said = printed(capsys, "autotune a2c CartPole-v1")
     assert code == 130 and "EnvError: broken" in said.out and "interrupted" in said.err
     assert said.out.splitlines()[-1] == "rollpipe train a2c CartPole-v1 --n-envs 2 --n-steps 16"
     monkeypatch.setattr(
         "rollpipe.runs.commands.autotune",
         lambda *args, **kwargs: [Trial(dict(n_envs=4), None, "EnvError: broken")],
     )
-    code, said = printed(capsys, "autotune", "a2c", "CartPole-v1")
+    code, said = printed(capsys, "autotune a2c CartPole-v1")
     assert code == 2 and "no setting worked" in said.err

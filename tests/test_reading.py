@@ -1,31 +1,28 @@
 """`ProcessReading`: the stream does not depend on who collects it; lag, order and memory as promised; a loader's whole life.
 
-What a reading service for a cluster promises as well is in `test_contract.py`.
+What a reading service for a cluster promises as well is in `test_contract.py`, and `test_local_crew.py` has laws of the coordinator.
 """
 
 import copy
 import gc
 import os
-import signal
 import threading
-import time
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
+from local_crew import Clock, Fault, LocalReading, Plan
 from reference import assert_same, snapshot
-from toys import Counting, Learning, Lively, Plain, Shaky
+from toys import Counting, Learning, Lively, Plain, Scripted, Shaky, at
 from worker_cases import (
     SPACES,
     WORLDS,
-    change,
     learned,
     learned_serially,
     script,
     serial,
-    slack,
     stream,
 )
 
@@ -36,10 +33,8 @@ from rollpipe.pipes import (
     DataError,
     EnvStepper,
     FragmentCollector,
-    FragmentStacker,
     GraphError,
     Lanes,
-    Minibatcher,
     ProcessReading,
     WorkerError,
     on_policy,
@@ -69,7 +64,7 @@ def test_a_shuffle_below_the_lanes_keeps_the_seed_of_the_recipe(num_workers):
             edits=[lambda pipe: insert_after(pipe, Lanes, lambda x: x.shuffle(buffer_size=3))],
         )
 
-    with DataLoader2(shuffled(), reading_service=ProcessReading(num_workers)) as loader:
+    with DataLoader2(shuffled(), reading_service=LocalReading(num_workers)) as loader:
         found = [x.lane.tolist() for x in islice(loader, 6)]
     assert found == [x.lane.tolist() for x in islice(shuffled(), 6)] != [[0, 1, 2]] * 6
 
@@ -78,12 +73,6 @@ def test_a_shuffle_below_the_lanes_keeps_the_seed_of_the_recipe(num_workers):
 @pytest.mark.parametrize("method, workers", [("spawn", 1), ("forkserver", 3)])
 def test_the_start_method_makes_no_difference(method, workers):
     assert_same(learned(ProcessReading(workers, start_method=method)), learned_serially())
-
-
-def test_worlds_in_workers_that_get_a_pickle():
-    "Of other actors, environments and pipes."
-    for world in ("recurrent", "episode_lists"):
-        assert_same(stream(world, ProcessReading(1, start_method="forkserver")), serial(world))
 
 
 def test_the_parents_threads_make_no_difference():
@@ -118,8 +107,6 @@ def test_a_worker_may_have_several_threads():
         int(f.actor["threads"][0, 0])
         for f in stream(threads, ProcessReading(1, worker_threads=2), 1)
     ] == [2]
-    with pytest.raises(WorkerError, match="forked worker could hang.*spawn.*2 threads"):
-        ProcessReading(1, start_method="fork", worker_threads=2)
 
 
 # --- lag
@@ -130,60 +117,16 @@ def test_lag_none_is_bounded_and_reported():
     actor = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0)
     critic = Critic.for_env(SPACES, hidden=(8,), seed=0)
     agent = TRPO(actor, critic, seed=0)
-    told = []
+    lags = []
     pipe = on_policy(Lively, actor, critic, n_envs=2, n_steps=8, lanes=2, seed=5)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, n_buffers=5)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2, lag=None, n_buffers=5)) as loader:
         for k, batch in enumerate(islice(loader, 8)):
-            assert 0 <= k - int(batch.version.min()) <= 5
-            told.append(agent.update(batch)["lag"])
-            assert told[-1] == k - int(batch.version.min())
-            (seam,) = loader.reading_service.seams
+            lags.append(agent.update(batch)["lag"])
+            assert lags[-1] == k - int(batch.version.min())
             loader.reading_service._pause()  # the workers have done all they were asked for
-            assert (
-                len(seam.coordinator.schedule.pending) <= 4 and capacity(seam.coordinator.pool) == 4
-            )  # slots for two
-    assert max(told) > 0  # while the learner waits, workers collect in advance
-
-
-@pytest.mark.slow_but_one
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-def test_no_fragment_is_stale_whatever_is_joined(n):
-    "With lag 0 all columns of a batch of `n` fragments of 3 lanes have the newest version, under both orders; serially, they have too."
-
-    def make(lanes):
-        actor = Learning(0.0)
-        return FragmentStacker(
-            Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), lanes, 0), n
-        ), actor
-
-    expected = stream(make, None, 5)
-    for workers in (1, 2):
-        assert_same(stream(make, ProcessReading(workers), 5), expected)
-    for k, batch in enumerate(stream(make, ProcessReading(2, order="ready"), 5)):
-        assert batch.version.tolist() == [k] * 2 * n
-    for k, batch in enumerate(stream(make, ProcessReading(2, lag=1), 5)):
-        assert batch.version.tolist() == [max(0, k - 1)] * 2 * n
-
-
-def test_minibatches_come_from_the_same_fragments():
-    def make(lanes):
-        actor = Shaky()
-        return Minibatcher(
-            rollouts(Lively, actor, n_envs=2, n_steps=5, lanes=2, seed=0), 6, epochs=2, seed=1
-        ), actor
-
-    assert_same(stream(make, ProcessReading(2), 9), stream(make, None, 9))
-
-
-@pytest.mark.parametrize("lag", [0, 1, None])
-def test_ready_order_gives_every_fragment_of_a_lane_once_and_in_its_order(lag):
-    pipe = rollouts(Counting, Plain(), n_steps=4, n_envs=1, lanes=5, seed=0)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, order="ready")) as loader:
-        told = [(int(k), int(s)) for f in islice(loader, 12) for k, s in zip(f.lane, f.seq)]
-    assert len(told) == len(set(told)) == 60
-    for lane in range(5):
-        seqs = [s for k, s in told if k == lane]
-        assert seqs == list(range(len(seqs))) and (lag != 0 or len(seqs) == 12)
+            coordinator = loader.reading_service.seams[0].coordinator
+            assert len(coordinator.schedule.pending) <= 4 and capacity(coordinator.pool) == 4
+    assert 0 < max(lags) <= 5  # while the learner waits, workers collect in advance
 
 
 # --- memory
@@ -193,77 +136,20 @@ def capacity(pool):
     return pool.width * len(pool.slots)
 
 
-def test_n_buffers():
+@pytest.mark.parametrize(
+    "options", [dict(n_buffers=3), dict(n_buffers=6, lag=1), dict(n_buffers=4, lag=None)], ids=str
+)
+def test_n_buffers(options):
     pipe = rollouts(Counting, Plain(), n_steps=4, n_envs=1, lanes=3, seed=0)
-    for options in (dict(n_buffers=3), dict(n_buffers=6, lag=1), dict(n_buffers=4, lag=None)):
-        with DataLoader2(pipe, reading_service=ProcessReading(2, **options)) as loader:
-            kept = list(islice(loader, 6))
-            (seam,) = loader.reading_service.seams
-            assert capacity(seam.coordinator.pool) == 3 * (
-                options["n_buffers"] // 3
-            )  # slots for three
-        if options.get("lag", 0) is not None:
-            assert_same([snapshot(b) for b in kept], list(map(snapshot, islice(pipe, 6))))
-    for options in (dict(n_buffers=2), dict(n_buffers=5, lag=1)):
-        with pytest.raises(
-            DataError,
-            match=f"ProcessReading: too few buffers.*n_buffers >= .*got n_buffers={options['n_buffers']}".replace(
-                "got", "[gG]ot"
-            ),
-        ):
-            next(iter(DataLoader2(pipe, reading_service=ProcessReading(2, **options))))
-
-
-def test_what_is_kept_stays_as_it_was():
-    "Observations large enough to be lent, kept by the consumer, some of them views; the smallest pool."
-
-    class Large(Counting):
-        observation_space = Box(-np.inf, np.inf, (5000,))
-
-        def look(self):
-            return np.repeat(super().look(), 1250)
-
-    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Large(), Plain()), 5), 2, 0)
-    expected = [snapshot(f) for f in islice(pipe, 24)]
-    kept = []
-    views = []
-
-    def check():
-        for k, f in kept:
-            assert_same(
-                snapshot(f._replace(state=f.state._replace(rew=None))),
-                expected[k]._replace(state=expected[k].state._replace(rew=None)),
-            )
-        for k, f in views:
-            assert np.array_equal(f.numpy(), expected[k].state.obs[1:4, 0].T)
-
-    with DataLoader2(pipe, reading_service=ProcessReading(2, n_buffers=2)) as loader:
-        for k, f in enumerate(islice(loader, 24)):
-            assert f.state.obs.nbytes > 2**16
-            if k % 3:
-                kept.append((k, f))
-            elif k < 20:
-                views.append((k, f.state.obs[1:4, 0].T))
-            if k % 4 == 0:
-                f.state.rew[:] = -1  # it is the consumer's
-        check()
-    check()  # also afterwards
-    del loader
-    gc.collect()
-    check()
+    with DataLoader2(pipe, reading_service=LocalReading(2, **options)) as loader:
+        kept = list(islice(loader, 6))
+        (seam,) = loader.reading_service.seams
+        assert capacity(seam.coordinator.pool) == 3 * (options["n_buffers"] // 3)  # slots for three
+    if options.get("lag", 0) is not None:
+        assert_same([snapshot(b) for b in kept], list(map(snapshot, islice(pipe, 6))))
 
 
 # --- graphs
-
-
-def test_pipes_below_the_fragments_stay_here():
-    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2).map(where)
-    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
-        assert list(islice(loader, 3)) == [os.getpid()] * 3
-
-
-def where(item):
-    return os.getpid()
 
 
 def test_two_seams_in_one_graph():
@@ -271,7 +157,7 @@ def test_two_seams_in_one_graph():
     left, right = (Lanes(FragmentCollector(EnvStepper(Counting, Plain()), k), 2, 0) for k in (2, 3))
     pipe = left.zip(right)
     expected = [snapshot(x) for x in islice(pipe, 4)]
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2)) as loader:
         assert_same([snapshot(x) for x in islice(loader, 4)], expected)
         assert len(loader.reading_service.health()) == 4
 
@@ -307,23 +193,24 @@ def test_options_out_of_range():
         ProcessReading(1, start_method="thread")
 
 
-@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n_cores", [1, 8])
 @pytest.mark.parametrize("lag", [0, None])
 def test_spinning_changes_nothing(lag, n_cores, monkeypatch):
     "But how the learner's process waits; and that is noticed at once when a worker dies."
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(n_cores))
+    clock = Clock().install(monkeypatch)
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 3), 2, 0)
-    expected = [snapshot(x) for x in islice(pipe, 20)]
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, spin=10)) as loader:
-        items = iter(loader)
-        for x in expected:
-            assert_same(snapshot(next(items)), x)
-        os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
-        start = time.monotonic()
-        with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"):
-            list(items)
-        assert time.monotonic() - start < 1 * slack()
+    expected = [snapshot(x) for x in islice(pipe, 21)]
+    plan = Plan([Fault("dies before", 1, 10)], clock=clock, n_cores=n_cores)
+    items = []
+    with (
+        pytest.raises(WorkerError, match="worker 1 .*SIGKILL"),
+        DataLoader2(pipe, reading_service=LocalReading(2, lag=lag, spin=10, plan=plan)) as loader,
+    ):
+        for item in loader:
+            items.append(snapshot(item))
+    assert_same(items, expected[: len(items)])
+    assert 17 <= len(items) <= 21 and (lag is None or len(items) == 21)
+    assert clock.now < 5
 
 
 def test_affinity():
@@ -351,24 +238,9 @@ def test_affinity():
 def test_iterations_that_are_left_early():
     pipe, _ = WORLDS["global_generator"](3)
     expected = [snapshot(x) for x in islice(pipe, 3)]
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2, lag=1)) as loader:
         for n in (3, 1, 2, 3):
             assert_same([snapshot(x) for x in islice(loader, n)], expected[:n])
-
-
-def test_two_loaders_at_once():
-    expected = [serial("global_generator"), serial("gaussian")]
-    services = ProcessReading(2, lag=1), ProcessReading(2)
-    (a, _) = WORLDS["global_generator"](3)
-    (b, actor) = WORLDS["gaussian"](3)
-    with (
-        DataLoader2(a, reading_service=services[0]) as x,
-        DataLoader2(b, reading_service=services[1]) as y,
-    ):
-        for k, (f, g) in enumerate(islice(zip(x, y), 4)):
-            assert_same(f._replace(version=None).state.obs.numpy(), expected[0][k].state.obs)
-            assert_same(snapshot(g), expected[1][k])
-            change(actor)
 
 
 def test_a_loader_inside_the_loop_of_a_loader():
@@ -398,36 +270,22 @@ def test_two_loaders_in_two_threads():
             assert np.array_equal(f.state.act, g.state.act)
 
 
-@pytest.mark.slow
-def test_seeds():
-    "`DataLoader2.seed` fixes what has no seed of its own, as in-process; a pipe's own seed takes precedence."
-
+def test_a_seed_of_the_pipes_takes_precedence_over_that_of_the_loader():
     def run(service, seed, own=None):
-        pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=4, lanes=2, seed=own).shuffle(
-            buffer_size=2
-        )
+        pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=4, lanes=2, seed=own)
         with DataLoader2(pipe, reading_service=service) as loader:
             loader.seed(seed)
-            return [snapshot(x) for _ in range(2) for x in islice(loader, 2)]
+            return next(iter(loader)).state.obs
 
-    expected = run(InProcessReadingService(), 7)
-    for workers in (1, 2):
-        assert_same(run(ProcessReading(workers), 7), expected)
-    assert (run(ProcessReading(2), 8)[0].state.obs != expected[0].state.obs).any()
-    assert all(
-        (f.state.obs[0, 0] == start).all()
-        for own in (4,)
-        for start in [run(None, 1, own)[0].state.obs[0, 0]]
-        for f in run(ProcessReading(2), 2, own)
-        if f.seq[0] == 0 and f.lane[0] == 0
-    )
+    assert (run(LocalReading(2), 8) != run(LocalReading(2), 7)).any()
+    assert_same(run(LocalReading(2), 2, own=4), run(None, 1, own=4))
 
 
 def test_without_a_seed_every_iteration_is_fresh():
     "As far as torchdata gives one another seed: from torch's generator."
     pipe = rollouts(Lively, Shaky(), n_envs=1, n_steps=4, lanes=2)
     found = []
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+    with DataLoader2(pipe, reading_service=LocalReading(2)) as loader:
         for _ in range(2):
             found.append(next(iter(loader)).state.obs)
             torch.randn(3)
@@ -436,7 +294,7 @@ def test_without_a_seed_every_iteration_is_fresh():
 
 
 def test_pause_before_the_first_item():
-    with DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2)) as loader:
+    with DataLoader2(WORLDS["memory"](2)[0], reading_service=LocalReading(2)) as loader:
         items = iter(loader)
         loader._pause()
         assert list(items) == []
@@ -461,7 +319,7 @@ def test_a_generator_abandoned_half_way_and_collected():
 
 
 def test_the_end_of_an_older_stream_does_not_end_a_newer_one():
-    pipe = ProcessReading(2).initialize(WORLDS["memory"](2)[0])
+    pipe = LocalReading(2).initialize(WORLDS["memory"](2)[0])
     (seam,) = (p for p in nodes(pipe) if isinstance(p, Lanes))
     old = seam._run()
     next(old)
@@ -478,13 +336,8 @@ def test_the_end_of_an_older_stream_does_not_end_a_newer_one():
 def test_garbage_of_one_loader_in_the_workers_of_another():
     "A forked worker inherits what its parent has not collected yet; collecting it there must not harm anybody."
 
-    class Collects(Counting):
-        def reset(self, **kwargs):
-            if self.episode < 0:
-                gc.collect()
-            return super().reset(**kwargs)
-
-    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Collects(), Plain()), 4), 2, 0)
+    collects = partial(Scripted, before={"reset": at(1, lambda env: gc.collect())})
+    pipe = Lanes(FragmentCollector(EnvStepper(collects, Plain()), 4), 2, 0)
     gc.disable()
     try:
         lost = DataLoader2(pipe, reading_service=ProcessReading(2))
@@ -626,14 +479,6 @@ if len(sys.argv) > 1: raise ZeroDivisionError
     assert not any(os.path.exists(f"/proc/{pid}") for pid in out.split())
 
 
-@pytest.mark.parametrize(
-    "affinity", [[999], [{0, 999}], [0, 999], [[]], ["gpu"], ["cuda:99"], [None], [0.5]]
-)
-def test_cores_and_devices_that_are_not_there_are_named_before_anything_starts(affinity):
-    with pytest.raises(DataError, match="ProcessReading, leaf affinity: no such cores or device"):
-        ProcessReading(2, affinity=affinity)
-
-
 # --- taps
 
 
@@ -660,7 +505,6 @@ TAPS = [
 each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap", "Throughput"])
 
 
-@pytest.mark.slow_but_one
 @each_tap
 @pytest.mark.parametrize("where", ["above, on ticks", "above, on fragments", "above lanes to come"])
 def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where):
@@ -678,14 +522,13 @@ def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where
         told.clear()
 
 
-@pytest.mark.slow_but_one
 @each_tap
 @pytest.mark.parametrize("where", ["below", "below lanes to come"])
 def test_a_tap_below_the_lanes_is_told_all(make, where):
     def told(workers):
         found = []
         with DataLoader2(
-            tapped(where, lambda p: make(p, found.append)), reading_service=ProcessReading(workers)
+            tapped(where, lambda p: make(p, found.append)), reading_service=LocalReading(workers)
         ) as loader:
             return found, len(list(islice(loader, 40)))
 

@@ -300,13 +300,11 @@ class Harmful(gym.Env):
 
 
 def do(harm):
-    "raise, exit, hang (in C), hold the interpreter's lock (in C), or be killed by a signal; the variable HARM names a file for the time."
+    "raise, leave, hang (in C), hold the interpreter's lock (in C), or be killed by a signal; the variable HARM names a file for the time."
     if "HARM" in os.environ:
         Path(os.environ["HARM"]).write_text(repr(time.monotonic()))
     if harm == "raise":
         raise ZeroDivisionError("an accident")
-    if harm == "exit":
-        os._exit(3)
     if harm == "leave":
         raise SystemExit(5)
     if harm == "hang":

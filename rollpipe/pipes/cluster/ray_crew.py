@@ -168,6 +168,7 @@ class RemoteMembers(Members):
     def __init__(self, ray: Any):
         self.ray = ray
         self.members = []
+        self.latest = 0  # index of the member whose answer came last
         self.group = None  # the placement group of the workers
 
     def add(self, member: Member) -> None:
@@ -179,15 +180,19 @@ class RemoteMembers(Members):
 
     def wait(self, seconds: float) -> list:
         "Members that have answered or have died. Waits at most `seconds` for the first one."
-        # The answer of each member that comes next.
+        # The answer of each member that comes next. Ray returns the first one that is ready, so the
+        # member that came last is asked last. Otherwise quick members would hide the others.
         member_of = {}
-        for member in self.members:
+        for member in self.members[self.latest + 1 :] + self.members[: self.latest + 1]:
             if member.process.unanswered:
                 member_of[member.process.unanswered[0]] = member
         if not member_of:
             return []
         ready, _ = self.ray.wait(list(member_of), timeout=seconds)
-        return [member_of[answer] for answer in ready]
+        members = [member_of[answer] for answer in ready]
+        if members:
+            self.latest = members[-1].index
+        return members
 
     def end(self, failed: bool = False) -> list:
         """End all workers, without waiting if something has `failed`.
