@@ -54,9 +54,8 @@ test: $(STAMP)  ## lint, types, notebooks and the quick tests: the gate of every
 	@$(MAKE) --no-print-directory pytest
 
 # The site needs tools that Python 3.10 does not have any more.
-thorough: $(STAMP)  ## the slow tests (faults, kills, clusters, ranks, learning, snippets of pages), raise statements and the site: before a release
+thorough: $(STAMP)  ## the slow tests (faults, kills, clusters, ranks, learning, snippets of pages) and the site: before a release
 	@$(PYTEST) -m "slow and not gpu" --timeout 3600
-	@$(MAKE) --no-print-directory raises
 	@! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(MAKE) --no-print-directory docs
 
 lint: $(STAMP)  ## ruff, notebooks included, and the types of the package

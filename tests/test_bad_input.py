@@ -266,6 +266,9 @@ def test_mismatching_spaces(name, other):
 class Strange(gym.Space):
     "A space that gymnasium does not know."
 
+    def __repr__(self):
+        return "a strange space"
+
 
 NO_FORM = "Expected Box, Discrete"
 SPACES = [  # space, path of the part that is refused, what is said

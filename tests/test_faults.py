@@ -7,6 +7,7 @@ the machine may be busy.
 """
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import time
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import worker_cases
@@ -22,7 +24,7 @@ from conftest import started_by
 from fault_rows import Silent
 from local_crew import Fault, LocalReading, Plan
 from toys import Counting, Lively, Plain, Scripted, Shaky
-from worker_cases import Cart, descriptors, forked_script, gone, harmful, slack
+from worker_cases import Cart, descriptors, forked_script, gone, harmful, runs, slack
 
 from rollpipe.agents import REINFORCE
 from rollpipe.layers import Critic, GaussianPolicy
@@ -340,3 +342,176 @@ def outcome_of_start():
     actor.stream = (x for x in ())
     pipe = Lanes(FragmentCollector(EnvStepper(Lively, actor), 4), 2, 0)
     next(iter(DataLoader2(pipe, reading_service=ProcessReading(2, start_method="spawn"))))
+
+
+# --- signals at bad moments
+
+
+def test_a_death_while_paused():
+    with DataLoader2(
+        harmful("raise", "step", 10**9), reading_service=ProcessReading(2, lag=None)
+    ) as loader:
+        items = iter(loader)
+        items.limit(2)
+        assert len(list(items)) == 2
+        os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+        items.resume()
+        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"):
+            for _ in range(20):
+                for _ in items:
+                    pass
+                items.resume()
+
+
+def test_a_worker_killed_while_it_writes_a_long_message_or_a_slot():
+    "At any moment: with fragments that consist of much, workers are killed at random times."
+    rng = np.random.default_rng(0)
+
+    class Wordy(Plain):
+        def complete(self, act, info):
+            return info | {f"name {k}": act.clone() for k in range(200)}
+
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Wordy()), 3), 2, 0)
+    for _ in range(6):
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None)) as loader:
+            items = iter(loader)
+            next(items)
+            time.sleep(rng.uniform(0, 0.02))
+            os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+            with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"):
+                for _ in items:
+                    pass
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_start_is_reported(caplog, monkeypatch):
+    "After a time of its own. The question where it is would kill it before it can understand, so it is not asked."
+    monkeypatch.setattr("rollpipe.pipes.workers.process.STARTING", 0.1)
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
+        with DataLoader2(
+            pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")
+        ) as loader:
+            assert next(iter(loader))
+    assert re.search(
+        r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)",
+        caplog.records[0].getMessage(),
+    )
+
+
+class Long:
+    "Gives items that are sent as one long message."
+
+    def __call__(self, fragment):
+        return fragment.seq.tolist(), bytes(10**7)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_worker_that_is_stopped_in_the_middle_of_a_message(goes_on, caplog):
+    "The parent does not wait for the rest of the message, but reports the worker; if it goes on, the item is whole."
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2).map(Long()), 1, 0)
+    with DataLoader2(
+        pipe, reading_service=ProcessReading(1, lag=1, silence=0.5, on_silence="raise", grace=0.2)
+    ) as loader:
+        items = iter(loader)
+        next(items)
+        coordinator = loader.reading_service.seams[0].coordinator
+        member, wakes = (
+            coordinator.members[0],
+            lambda *_: os.kill(member.process.pid, signal.SIGCONT),
+        )
+        while not member.process.poll(0.1):
+            pass  # it writes a message that is longer than the connection holds
+        time.sleep(0.2)
+        os.kill(member.process.pid, signal.SIGSTOP)
+        if goes_on:
+            loader.reading_service.on_silence = "warn"
+            before = signal.signal(signal.SIGALRM, wakes)
+            signal.setitimer(signal.ITIMER_REAL, 1.5)
+            try:
+                found = [next(items), next(items)]
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            assert [(seq, len(data)) for seq, data in found] == [([1], 10**7), ([2], 10**7)]
+            assert "worker 0" in caplog.text and "has been silent" in caplog.text
+        else:
+            with pytest.raises(
+                WorkerError, match=r"(?s)lane 0: worker 0 .*silent .*here:\n\(no answer\)"
+            ):
+                for _ in items:
+                    pass
+
+
+def test_a_worker_that_does_not_leave_is_killed():
+    "One that ignores every request to end, after the grace."
+
+    class Deaf(Counting):
+        def step(self, action):
+            if self.episode:
+                block()
+            return super().step(action)
+
+    with DataLoader2(
+        Lanes(FragmentCollector(EnvStepper(lambda: Deaf([(2, "term")]), Plain()), 2), 1, 0),
+        reading_service=ProcessReading(1, lag=1, grace=0.3),
+    ) as loader:
+        next(iter(loader))
+        pid = loader.reading_service.health()[0]["pid"]
+    assert not runs(pid)
+
+
+def block():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    while True:
+        time.sleep(60)
+
+
+LIVES = """
+import os, signal, sys, time
+from itertools import islice
+from worker_cases import harmful
+from rollpipe.pipes import ProcessReading
+from rollpipe.pipes.graph.torchdata import DataLoader2
+if __name__ == '__main__':
+    method, doing = sys.argv[1:]
+    harm = ('hang', 'step', 30) if doing == 'waits' else ('raise', 'step', 10 ** 9)
+    try:
+        with DataLoader2(harmful(*harm), reading_service=ProcessReading(2, lag=1, start_method=method, grace=0.5)) as loader:
+            for k, _ in enumerate(loader):
+                if k == 4: print(*[state['pid'] for state in loader.reading_service.health()], flush=True)
+                if k > 4 and doing == 'computes': time.sleep(100)
+                if k > 4 and doing == 'runs': time.sleep(0.01)
+    except KeyboardInterrupt:
+        print('interrupted', flush=True)
+        sys.exit(7)
+"""
+
+
+@pytest.mark.slow_but_one
+@pytest.mark.parametrize(
+    "method, doing", [("fork", "computes"), pytest.param("spawn", "runs", marks=pytest.mark.slow)]
+)
+def test_the_parent_is_killed(method, doing, tmp_path):
+    "Idle and busy workers end within two seconds. `test_guard.py` has those that hang in C or are stopped."
+    parent = forked_script(tmp_path, LIVES, method, doing)
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+    assert len(pids) == 2, parent.communicate()
+    assert gone(pids, 2 * slack()) == []
+    parent.communicate()
+
+
+def test_ctrl_c_in_this_process():
+    with pytest.raises(KeyboardInterrupt):
+        with DataLoader2(
+            harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=0.5)
+        ) as loader:
+            signal.setitimer(signal.ITIMER_REAL, 1)
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            try:
+                for _ in loader:
+                    pass
+            finally:
+                signal.signal(signal.SIGALRM, before)
