@@ -23,6 +23,7 @@ from gymnasium.spaces import (
     Text,
     Tuple,
 )
+from tensor_worlds import CartPole as Pole
 from tensor_worlds import Planned
 from toys import (
     Acts,
@@ -200,7 +201,7 @@ NO_SOURCE = "environment source", "Expected a gymnasium id or a callable, got "
         (lambda: plain(3), [*NO_SOURCE, "3"]),
         (lambda: plain({}), [*NO_SOURCE, "{}"]),
         (lambda: plain(Old()), ["a `gymnasium.Env`", "a gymnasium id or a factory", "got Old"]),
-        (lambda: plain(Planned([LONG])), ["a `TensorEnv` goes to `TensorCollector`, got Planned"]),
+        (lambda: plain(Pole()), ["a `TensorEnv` goes to `TensorCollector`, got CartPole"]),
         (lambda: stepper(lambda: "a game"), ["environment 1", "gymnasium.Env", "got str"]),
         (lambda: stepper(lambda: None), ["lane 0, environment 1", "got NoneType"]),
         (

@@ -466,6 +466,7 @@ NAN_OR_INFINITE = (math.nan, -math.inf, math.inf, 10**400)
 # option -> values that are refused in whichever learner it is; a new option needs a row
 REFUSED = dict(
     lr=(-0.1,),
+    lr_kl=(-0.1,),
     critic_lr=(-1.0,),
     max_grad_norm=(-1.0,),
     decay_steps=(-1,),

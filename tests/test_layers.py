@@ -145,7 +145,7 @@ def test_an_activation_by_name_is_the_function_of_that_name(name):
 
 # --- the arguments that many networks have
 
-TAKE = {"observation_space", "hidden", "normalize", "activation", "encoder"}
+TAKE = {"observation_space", "hidden", "normalize", "activation", "encoder", "sees", "network"}
 
 
 @pytest.mark.parametrize(

@@ -415,7 +415,10 @@ def test_rewards_are_those_of_the_environment(tmp_path):
     scaled = RewardScaler(
         Lanes(
             FragmentCollector(
-                EnvStepper("Pendulum-v1", Acts([0.0], uses_past=False), 2, seed=0), 50
+                EnvStepper(
+                    "Pendulum-v1", Acts(np.zeros(1, np.float32), uses_past=False), 2, seed=0
+                ),
+                50,
             )
         ),
         gamma=0.9,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rollpipe.ranks as ranks
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 
 # %% auto #0
@@ -83,7 +83,7 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
         raise DataError(
             "critic: wrong shape",
             expected=f"one value per row {list(target.shape)}",
-            got=pred,
+            got=describe(pred),
         )
     pred, target = ranks.joined(pred, target)
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)

@@ -22,7 +22,7 @@ from .learner import Learner
 from .metrics import mean_metrics
 from .shared_options import ByAdam, EntropyBonus, not_offered, number
 from ..layers.actor import must_define
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.graph.modules import bump_version
 
@@ -366,7 +366,9 @@ def descend(
 
     # Nothing changes unless all numbers are finite.
     if not isfinite(loss.item()):
-        raise DataError("non-finite loss", leaf=name, expected="a finite number", got=loss)
+        raise DataError(
+            "non-finite loss", leaf=name, expected="a finite number", got=describe(loss)
+        )
     norm = clip_gradients([p.grad for p in params if p.grad is not None], max_norm)
     if not norm < inf:
         raise DataError(

@@ -14,7 +14,7 @@ import rollpipe.ranks as ranks
 from .unroll import approx_kl, lag_of, next_outputs, replay_policy
 from ..pipes.batches import values
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import is_cut
 from ..pipes.data.returns import vtrace
@@ -44,7 +44,7 @@ def _required(fragment, leaf, replay, loss):
             f"{loss}: wrong shape",
             leaf=leaf,
             expected=f"[T, B] = {list(fragment.valid.shape)}",
-            got=x,
+            got=describe(x),
         )
     return replay.pick(x)
 
@@ -137,7 +137,7 @@ def _present_values(fragment, replay, critic):
         raise DataError(
             "critic: wrong shape",
             expected=f"one value per row {list(replay.logp.shape)}",
-            got=v,
+            got=describe(v),
         )
     return v
 

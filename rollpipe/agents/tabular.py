@@ -15,7 +15,7 @@ import torch
 from .learner import Learner
 from .shared_options import DecayingEpsilon, Discounted, not_offered, number
 from ..layers.q_networks import EpsilonGreedy
-from ..pipes.data.errors import DataError, SpaceError
+from ..pipes.data.errors import DataError, SpaceError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import next_observations
 from ..pipes.graph.modules import bump_version
@@ -153,7 +153,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
                 "QLearning: non-finite TD error",
                 leaf="table",
                 expected="finite rewards and values",
-                got=errors,
+                got=describe(errors),
             )
         move_towards(actor.table, states, actions, targets, self.lr)
 

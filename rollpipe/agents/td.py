@@ -21,7 +21,7 @@ from rollpipe.agents.unroll import (
     without_terminal_obs,
 )
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import is_cut
 from ..pipes.data.returns import n_step_returns
@@ -100,7 +100,7 @@ def check_weight(weight: Tensor | None, valid: Tensor, loss: str) -> None:
     raise DataError(
         f"{loss}: wrong shape",
         leaf="weight",
-        got=weight,
+        got=describe(weight),
         expected=f"[B] or [T, B] = {list(valid.shape)}",
     )
 

@@ -241,7 +241,7 @@ def check_logp(logp: Tensor, valid: Tensor, leaf: str) -> None:
         "a log-probability is one number for each action",
         leaf=leaf,
         expected=f"[T, B] = {list(valid.shape)}",
-        got=logp,
+        got=describe(logp),
     )
 
 

@@ -191,15 +191,6 @@ def _add_commands_for_runs(command, declared):
     _add_changes(sub, "an option that is another one from now on")
     declared("live", live_command)
 
-    # Pictures of runs
-    sub = command("plot", plot_command)
-    add_parameters(sub, learning_curve, ("path",))
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
-    )
-
 
 def _add_changes(parser, meaning):
     parser.add_argument(
@@ -308,21 +299,12 @@ def build_parser() -> Parser:
         add_parameters(sub, function, (*by_hand, "imports"))
         return sub
 
-    # Train, and what can be built as for a training
+    # Train. The order is that of `COMMANDS`, which lists the commands without this parser.
     sub = command("train", train_or_experiment, training)
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
     add_algorithms(sub, training, runs=True)
-    add_algorithms(command("graph", graph_command), settings)
-    add_algorithms(
-        command("profile", profile_command),
-        _timed(settings, 3, "how long it is measured", svg=True),
-    )
-    add_algorithms(
-        command("autotune", autotune_command), _timed(settings, 60, "for all settings together")
-    )
-    add_algorithms(command("tune", tune_command), _searching(settings))
 
     # A trained policy
     declared("evaluate", evaluate_command)
@@ -335,8 +317,26 @@ def build_parser() -> Parser:
         help="send the folder to the Hugging Face Hub under this name",
     )
 
-    # Runs that exist, many runs, lists
+    # Pictures of runs, and of the pipeline that a training would run
+    sub = command("plot", plot_command)
+    add_parameters(sub, learning_curve, ("path",))
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
+    )
+    add_algorithms(command("graph", graph_command), settings)
+    add_algorithms(
+        command("profile", profile_command),
+        _timed(settings, 3, "how long it is measured", svg=True),
+    )
+
+    # Runs that exist, searches, many runs, lists
     _add_commands_for_runs(command, declared)
+    add_algorithms(
+        command("autotune", autotune_command), _timed(settings, 60, "for all settings together")
+    )
+    add_algorithms(command("tune", tune_command), _searching(settings))
     declared("bench", bench_command)
     declared("report", report_command)
     _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))

@@ -335,7 +335,7 @@ class Actor(torch.nn.Module):
         "The space of the observations that `predict` and exported files need."
         return self.observation_space
 
-    def seen(self, obs: Any) -> Any:
+    def seen_part(self, obs: Any) -> Any:
         "The part of the observations that the actor sees, nested as `seen_space` is."
         return obs
 
@@ -386,7 +386,7 @@ class Actor(torch.nn.Module):
             )
 
         # The observation as a batch, in which every environment has an allowed action
-        batch, is_single = _as_batch(self.seen(obs), self.seen_space)
+        batch, is_single = _as_batch(self.seen_part(obs), self.seen_space)
         n = len(nested.leaves(batch)[0])
         if self.action_mask is not None:
             stuck = self.action_mask.find(batch)

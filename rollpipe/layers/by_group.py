@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from .actor import Actor
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import columns
 from ..pipes.envs.agents import AGENT
@@ -40,7 +40,7 @@ class _Groups(nn.Module):
                 "each group needs a member, and each member agents",
                 leaf="of",
                 expected=f"some of {names}, each of them",
-                got=list(of),
+                got=describe(list(of)),
             )
         self.members = nn.ModuleDict(members)
         self.register_buffer("group", torch.tensor([names.index(name) for name in of]))
@@ -54,7 +54,7 @@ class _Groups(nn.Module):
             "the observations do not say whose they are",
             leaf=f"obs[{AGENT!r}]",
             expected="`Agents(make, ids=True)`",
-            got=obs,
+            got=describe(obs),
         )
 
     def select(self, group: Tensor, answers: dict) -> Any:
@@ -168,7 +168,7 @@ class ActorByGroup(_Groups, Actor):
                 "each agent needs a group",
                 leaf="of",
                 expected=f"{agents.n} names",
-                got=list(of),
+                got=describe(list(of)),
             )
 
     def draw_noise(

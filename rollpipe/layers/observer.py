@@ -292,9 +292,9 @@ class Torso(ForSpaces, FastModule):
         "The space of what the network sees, with the mask of the actions."
         if self.sees is None:
             return self.observation_space
-        return gym.spaces.Dict(self.seen(self.observation_space.spaces))
+        return gym.spaces.Dict(self.seen_part(self.observation_space.spaces))
 
-    def seen(self, obs: Any) -> Any:
+    def seen_part(self, obs: Any) -> Any:
         "What the network sees of the observations, with the mask of the actions."
         if self.sees is None or not isinstance(obs, Mapping):
             return obs

@@ -24,6 +24,7 @@ from rollpipe.pipes.data.errors import (
     PipeError,
     check_fraction,
     check_integer,
+    describe,
     describe_exception,
     located,
 )
@@ -70,7 +71,7 @@ def _judged(critic, obs, actor, leaf):
             f"the critic raised {describe_exception(e)}",
             leaf=leaf,
             expected=f"observations that {name} can judge",
-            got=obs,
+            got=describe(obs),
         ) from e
 
 # %% ../../nbs/pipes/16_batches.ipynb #4695536d
@@ -114,7 +115,7 @@ def values(
             raise DataError(
                 f"wrong shape or dtype of the {whose}{which}",
                 expected=f"float32 {in_words} = {list(shape)}",
-                got=x,
+                got=describe(x),
             )
 
     # Where an episode was truncated, row t + 1 belongs to the next episode already.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .data import nested
-from .data.errors import DataError, check_integer, located
+from .data.errors import DataError, check_integer, describe, located
 from .data.fragment import Fragment, check_item
 from .data.fragment_ops import continues, strands
 from .graph.pipe import Pipe
@@ -228,7 +228,7 @@ def _images(leaves, fragment, problem, expected):
         problem,
         leaf="obs",
         expected=f"a leaf {expected}",
-        got=fragment.state.obs,
+        got=describe(fragment.state.obs),
     )
 
 
@@ -384,7 +384,7 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
             raise DataError(
                 "these are no stacks of frames",
                 leaf=nested.paths(fragment.state.obs, "obs")[i],
-                got=x,
+                got=describe(x),
                 expected=f"[T+1, B, {n}, height, width], each with the frames of the one before, "
                 "or with one frame",
             )

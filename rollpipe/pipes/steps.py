@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .data import nested
-from .data.errors import DataError, check_integer
+from .data.errors import DataError, check_integer, describe
 from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.fragment_ops import next_observations_in_episode, unstacked
 from .envs.factories import space_spec, spaces_of
@@ -353,7 +353,7 @@ def check_step(step: Any, pipe: Any) -> None:
             pipe=pipe,
             leaf="env_id",
             expected="int64 []",
-            got=step.env_id,
+            got=describe(step.env_id),
         )
 
 

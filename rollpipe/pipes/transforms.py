@@ -19,6 +19,7 @@ from rollpipe.pipes.data.errors import (
     GraphError,
     check_fraction,
     check_integer,
+    describe,
     is_between,
     located,
 )
@@ -102,7 +103,7 @@ def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
             "the actor sees its past rewards, and the learner would show it others",
             pipe=pipe,
             expected=f"an actor without `uses_past`{more}",
-            got=type(source.actor),
+            got=describe(type(source.actor)),
         )
 
 

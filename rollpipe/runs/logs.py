@@ -280,10 +280,10 @@ class _Table:
 
     def write(self, record: dict) -> None:
         # A record with a new metric needs a new column, so the file is made again.
+        self.is_whole = False
         if not set(record) <= set(self.columns):
             self.make()
             return
-        self.is_whole = False
         with names_file(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(_csv_row(record, self.columns))
         self.is_whole = True

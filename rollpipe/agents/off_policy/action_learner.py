@@ -24,7 +24,7 @@ from ..unroll import fill_invalid, without_terminal_obs
 from ...layers.actor import must_define
 from ...layers.critic import Critic
 from ...pipes.data import nested
-from ...pipes.data.errors import DataError
+from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment
 from ...pipes.data.fragment_ops import next_observations
 from ...pipes.replay.memory import ReplayMemory, Sample
@@ -157,7 +157,7 @@ def check_values(x: Tensor, valid: Tensor, leaf: str, many: bool = False) -> Ten
         "critic: wrong shape",
         leaf=leaf,
         expected=f"{'[k, T, B]' if many else '[T, B]'} with [T, B] = {list(valid.shape)}",
-        got=x,
+        got=describe(x),
     )
 
 

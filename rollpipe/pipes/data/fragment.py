@@ -213,7 +213,7 @@ def _flags(like, name, x, default=False):
         pipe="Fragment.from_steps",
         leaf=name,
         expected="bool [T, B]",
-        got=x,
+        got=describe(x),
     )
 
 
@@ -247,7 +247,7 @@ def _stepno_of_row_0(stepno, rew):
         pipe="Fragment.from_steps",
         leaf="stepno",
         expected=f"an int, or int64 [B] = [{rew.shape[1]}]",
-        got=stepno,
+        got=describe(stepno),
     )
 
 
@@ -293,7 +293,7 @@ def _check_tensors(kind, lead, **trees):
                     pipe="Fragment.from_steps",
                     leaf=path,
                     expected=f"{kind} = {list(lead)}",
-                    got=x,
+                    got=describe(x),
                 )
 
 

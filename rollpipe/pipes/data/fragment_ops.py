@@ -299,23 +299,23 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
     Args:
         size: environments per piece
     """
-    # The arrays are flattened once for all pieces: a learner cuts dozens of minibatches in an update.
+    # The arrays are flattened once for all pieces: an update cuts dozens of minibatches.
     wide = fragment.only(*Fragment.ROWS, *Fragment.STEPS, "hx")
     leaves, structure = nested.flatten(wide)
     values_of = {name: getattr(fragment, name) for name in Fragment.COLUMNS}
-    given = {name: x for name, x in values_of.items() if x is not None}
+    narrow = {name: x for name, x in values_of.items() if x is not None}
 
     for first in range(0, fragment.n_envs, size):
         part = slice(first, first + size)
         piece = structure.unflatten([x[:, part] for x in leaves])
-        narrow = {name: x[part] for name, x in given.items()}
+        columns_of = {name: x[part] for name, x in narrow.items()}
 
         # The true last observations of its environments
         final = fragment.final
         if len(final.b):
             final = nested.getitem(final, final.b // size == first // size)
             final = final._replace(b=final.b - first)
-        yield piece._replace(final=final, **narrow)
+        yield piece._replace(final=final, **columns_of)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:

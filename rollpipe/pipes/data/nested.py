@@ -132,7 +132,7 @@ class Form:
         elif _name(its_dtype) != _name(dtype):
             problem = "wrong dtype"
         raise self.error(
-            problem, leaf=path, expected=form_text(dtype, shape), got=x, **self.context
+            problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context
         )
 
     def other_structure(self, tree: Any) -> list:

@@ -163,13 +163,14 @@ def _edge(name: str, x: Any, like: Tensor) -> Tensor:
     )
 
 
-def _check_lam(lam):
-    if not 0 <= lam <= 1:
-        raise DataError(
-            "lam: out of range",
-            expected="a number in [0, 1]",
-            got=lam,
-        )
+def _check_unit(**args: float) -> None:
+    for name, x in args.items():
+        if not 0 <= x <= 1:
+            raise DataError(
+                f"{name}: out of range",
+                expected="a number in [0, 1]",
+                got=describe(x),
+            )
 
 
 def _carry(coef: Tensor, cut: Tensor | None) -> Tensor:
@@ -316,7 +317,7 @@ def n_step_returns(
         discount=discount,
     )
     if n < 1:
-        raise DataError("n: too few steps", expected="n >= 1", got=n)
+        raise DataError("n: too few steps", expected="n >= 1", got=describe(n))
 
     # With one step, or one row, there is nothing to carry back.
     one_step = r + g * v_next
@@ -409,7 +410,7 @@ def gae(
             argument.
     """
     # The recursion over the TD errors, stopped at each end
-    _check_lam(lam)
+    _check_unit(lam=lam)
     r, v, v_next, g, end, back = _rows(
         cut,
         rew=rew,
@@ -467,7 +468,7 @@ def vtrace(
         DataError: if shapes or dtypes do not fit, lam is out of range, or c_clip > rho_clip; the
             message names the argument.
     """
-    _check_lam(lam)
+    _check_unit(lam=lam)
     r, v, v_next, g, ratio, end, back = _rows(
         cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount, rho=rho
     )
@@ -475,7 +476,7 @@ def vtrace(
         raise DataError(
             "c_clip: out of range",
             expected=f"0 <= c_clip <= rho_clip = {rho_clip}",
-            got=c_clip,
+            got=describe(c_clip),
         )
 
     # δ and its coefficients, then e by the recursion, and both results

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.errors import ActorError
+from ..data.errors import ActorError, describe
 from ..data.fragment import State
 from .onnx_graph import Constants, open_session, to_onnx
 from .pure import PureStep, Weights
@@ -331,7 +331,9 @@ class OnnxEngine:
         for array, out in zip(self.outputs, graph.outs):
             dtype = torch.from_numpy(array).dtype
             if out.dtype is not dtype:
-                raise ActorError("the actor changes a dtype", expected=out.to(dtype), got=out)
+                raise ActorError(
+                    "the actor changes a dtype", expected=describe(out.to(dtype)), got=describe(out)
+                )
 
         self._bind_weights(self._where())
         try:

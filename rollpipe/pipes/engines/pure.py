@@ -246,8 +246,10 @@ class PureStep(torch.nn.Module):
 
         # The example's weights are new clones, so a version above zero is an in-place change.
         changed = [name for name, x in zip(self.names, example) if x._version]
-        after = compared_attributes(self._actor())
-        changed += [name for name, *_ in nested.differing(before, after)]
+        for name, (value, _) in compared_attributes(self._actor()).items():
+            old_value = before[name][0] if name in before else None
+            if value != old_value:
+                changed.append(name)
         if changed:
             raise self.error(f"it changes while it answers ({', '.join(changed)})")
         if _global_states() != random_states:

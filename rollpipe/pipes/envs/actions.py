@@ -159,7 +159,7 @@ def refuse_pair(x: Any, like: Any) -> None:
         raise DataError(
             "an observation and an info stand where an observation belongs",
             leaf="obs",
-            got=x,
+            got=describe(x),
             expected="the first of both, as by `obs, info = env.reset()`",
         )
 

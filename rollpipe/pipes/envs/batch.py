@@ -296,7 +296,7 @@ def _refuse_lists(x, like):
                 f"a {type(part).__name__} stands where an array belongs",
                 leaf=path,
                 expected=f"{nested.form_text(leaf.dtype, leaf.shape)}: wrap it in np.array",
-                got=part,
+                got=describe(part),
             )
 
 

@@ -54,7 +54,7 @@ def _endless(key, value, env=None):
         env=env,
         leaf=f"info[{key!r}]",
         expected="a container of numbers",
-        got=value,
+        got=describe(value),
     )
 
 
@@ -209,7 +209,7 @@ class InfoRecorder:
             "the infos changed their form (info_keys chooses what is recorded)",
             leaf=f"info[{key!r}]",
             expected=describe(self.like[key]),
-            got=column,
+            got=describe(column),
         )
 
     def say(self, texts: dict, message: str) -> None:
@@ -342,7 +342,7 @@ def reporters(infos: Mapping, key: str, among: np.ndarray) -> np.ndarray:
             "this is no mask",
             leaf=f"info['_{key}']",
             expected=f"bool {list(among.shape)}",
-            got=mask,
+            got=describe(mask),
         )
     return among & mask
 

@@ -133,7 +133,7 @@ def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
         return x
     raise EnvError(
         f"there must be one {what} for each environment",
-        got=x,
+        got=describe(x),
         expected=f"{'bool' if kinds == 'b' else 'numbers'} [{n}]",
     )
 

@@ -25,6 +25,7 @@ from rollpipe.pipes.data.errors import (
     GraphError,
     check_integer,
     check_memory,
+    describe,
 )
 from ..data.fragment import Final, Fragment, State
 from ..data.fragment_ops import ENV_REWARD
@@ -89,7 +90,7 @@ def _form(node, name, old=None):
         raise DataError(
             "an info has no fixed numeric form",
             leaf=name,
-            got=node,
+            got=describe(node),
             expected="numbers of one shape at each step, or `info_keys` without this info",
         )
     dtype = node.dtype if old is None else np.result_type(node.dtype, old.dtype)

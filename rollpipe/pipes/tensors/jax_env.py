@@ -101,7 +101,7 @@ class JaxEnv(TensorEnv):
         arrays = nested.map(lambda x: jax.dlpack.from_dlpack(x.contiguous()), act)
         self._carried, answer = self._advance(self._carried, arrays)
 
-        # JAX computes in the background: the actions may be overwritten only after it has read them.
+        # JAX computes in the background, and the actions may be overwritten once it has read them.
         jax.block_until_ready((self._carried, answer))
         return self._tensors(answer)
 
