@@ -40,8 +40,8 @@ def cloning_loss(
     Raises `DataError` as `replay_recorded` does.
 
     Args:
-        fragment: [T, B]; a recurrent actor begins with its `hx`, or with its initial state if that
-            is `()`, as for steps of another recurrent actor
+        fragment: [T, B]; a recurrent actor begins with the `hx` of the fragment. If that is `()`,
+            because another actor took the steps, it begins with its own initial state
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp)` and `dist`
     """
     info = replay_recorded(fragment, actor)

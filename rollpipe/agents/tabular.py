@@ -157,7 +157,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
             )
         move_towards(actor.table, states, actions, targets, self.lr)
 
-        # The exploration of the next steps; the metrics have that of these ones.
+        # The metrics have the epsilon of these steps, so it is read before it changes for the next.
         self.count_steps(batch)
         epsilon = float(actor.epsilon)
         self.explore()

@@ -201,10 +201,11 @@ class Actor(torch.nn.Module):
     Its signature is `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`. It gets
     tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the
     action `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]` to be
-    recorded. It must neither change its inputs nor keep them (their memory may
-    be reused), and it returns new tensors at each call. Leaves of `hx` have the environments on dim
-    1; an actor without memory returns `()`, and `hx=None` stands for the initial state. Where `fin`
-    is set, a recurrent actor starts from the initial state.
+    recorded. `virtual` is True if the reaction is only recorded, and its action is
+    not taken. `forward` must neither change its inputs nor keep them (their memory may be reused),
+    and it returns new tensors at each call. Leaves of `hx` have the environments on dim 1; an actor
+    without memory returns `()`, and `hx=None` stands for the initial state. Where `fin` is set, a
+    recurrent actor starts from the initial state.
 
     Where `fin` is set, `step` replaces the previous action and reward by zeros (`without_past`),
     because they belong to another episode. An actor that looks at neither sets `uses_past = False`

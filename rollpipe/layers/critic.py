@@ -82,6 +82,7 @@ class Critic(Torso):
         self.register_buffer("ret_std", torch.tensor(1.0))
 
     def forward(self, obs: Any) -> Tensor:
+        # Reading the dicts is faster than access to attributes, see `FastModule`.
         b = self._buffers
         y = self._modules["net"].forward(self.features(obs)).squeeze(-1)
         return torch.addcmul(b["ret_mean"], b["ret_std"], y)
@@ -101,21 +102,23 @@ class Critic(Torso):
         stays as it is, and the values change. As long as all returns are equal, their scale is
         unknown and `ret_std` does not change.
         """
-        new_moments = over_ranks(*moments(ret, 0, valid))
-        if not new_moments[0]:
+        new_count, *new_moments = over_ranks(*moments(ret, 0, valid))
+        if not new_count:
             return
         old_mean = self.ret_mean.double()
         old_std = self.ret_std.double()
         count, mean, var = merge_moments(
-            self.ret_count, old_mean, self.ret_var.double(), *new_moments
+            self.ret_count, old_mean, self.ret_var.double(), new_count, *new_moments
         )
         std = torch.where(_is_scale(var, mean), var.sqrt(), old_std)
 
-        # The last layer that keeps the values, unless learning could not undo it
+        # With this factor and this bias, the values stay. If the scale was unknown until now, both
+        # may be so large that learning could not undo them. Then the layer stays as it is.
         last = self.net.last
         factor = old_std / std
         bias = (last.bias.double() * old_std + old_mean - mean) / std
-        if _is_scale(self.ret_var, old_mean) or max(factor, bias.abs().max()) <= _LARGEST:
+        scale_was_known = _is_scale(self.ret_var, old_mean)
+        if scale_was_known or max(factor, bias.abs().max()) <= _LARGEST:
             last.weight.copy_(last.weight.double() * factor)
             last.bias.copy_(bias)
 
@@ -171,6 +174,7 @@ class StackedMLP(FastModule):
             x: inputs [N, n_in]
             n: number of perceptrons that are evaluated, from the first on; None: all
         """
+        # Reading the dicts is faster than access to attributes, see `FastModule`.
         modules = self._modules
         weights = list(modules["weights"]._parameters.values())
         biases = list(modules["biases"]._parameters.values())
@@ -180,10 +184,14 @@ class StackedMLP(FastModule):
         # additional calls costs more than that saves.
         width = biases[0].shape[-1]
         if x.is_cpu and len(x) * width >= 2**15:
+            # For each layer, the weights and biases of all perceptrons
             layers = []
             for w, b in zip(weights, biases):
                 layers.append(zip(w.unbind()[:n], b.unbind()[:n]))
-            outputs = [_run(x, one, activation, torch.addmm) for one in zip(*layers)]
+
+            # For each perceptron, the weights and biases of all its layers
+            perceptrons = zip(*layers)
+            outputs = [_run(x, pairs, activation, torch.addmm) for pairs in perceptrons]
             return torch.stack(outputs)
 
         # Small ones are computed at once, with a batched product.
@@ -285,9 +293,9 @@ class ActionCritic(Torso):
         networks = {name: partial(kind, n_critics) for name, kind in self.networks.items()}
         self.net = self.make_torso(
             observation_space,
-            n_numbers,
-            1,
-            networks,
+            n_more=n_numbers,
+            n_out=1,
+            networks=networks,
             **torso,
         )
 

@@ -115,7 +115,7 @@ def _read(path: Path, sources: list) -> Checkpoint | None:
 def resumed(
     path: str | Path, pipe: Any, agent: Any, reading_service: Any = None, exact: bool = True
 ) -> Iterator[tuple]:
-    """A context with `(loader, update)`: the batches of a loop, and the updates that its file counts.
+    """A context with `(loader, update)`: the batches of a loop, and how many updates its file has.
 
     The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the
     global generators go on from it. If the pipeline or a setting has changed, the log names it.
@@ -195,7 +195,8 @@ def _opened(path, pipe, agent, reading_service, exact):
 def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str | None) -> Journal:
     """The journal of a loop, which goes on after the batches that its file counts.
 
-    That of an exact one is compared.
+    Unless there is a `reason` why the stream is inexact, its lines are compared with the batches
+    that are made once more. A difference is an error if `exact`, and a warning otherwise.
     """
     file = path.with_name(f"{path.name}.journal")
     if checkpoint is None:
@@ -281,4 +282,6 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
     stream.chunks.sync()
     counters = dict(updates=update, batches=loader.journal.counters["updates"])
     save_checkpoint(path, agent, config, counters, pipes=states_of(loader.pipe), stream=state)
+
+    # Chunks that the new file does not name are removed.
     stream.chunks.sweep([path])

@@ -129,7 +129,8 @@ def sharing(shared: bool = False) -> bool:
 def _check_no_critic(kwargs, options):
     "Raise `DataError` for an option that has no effect where policy and critic are one network."
     for option in options:
-        # Options of the critic alone have no effect. Its encoder is that of the actor.
+        # The options of the critic alone have no effect, nor have its learning rate and a memory.
+        # Its encoder is left out, because a configuration sets it to that of the policy.
         is_of_critic = option.part == "critic" and option.param != "encoder"
         has_effect = not is_of_critic and option.name not in ("critic_lr", "recurrent")
         if has_effect:
@@ -178,7 +179,7 @@ def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
             got="1",
         )
 
-    # The networks with memory
+    # The policy with memory, and at most one critic
     policy, *critics = algorithm.recurrent
     kwargs["policy"] |= memory
     parts["policy"] = policy

@@ -389,8 +389,8 @@ gym.register("Luck-v0", "rollpipe.testing.tasks:Luck")
 class BitFlip(gym.Env):
     """`n` bits, of which each action flips one, until they are those of the goal.
 
-    An episode has at most `n` steps. A random policy meets about `n` of the `2 ** n` states in one.
-    The best return is 1 minus the number of bits that differ.
+    An episode has at most `n` steps. A random policy meets about `n` of the `2 ** n` states in an
+    episode. The best return is 1 minus the number of bits that differ.
 
     Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
     https://arxiv.org/abs/1707.01495, section 3.1.
@@ -505,7 +505,8 @@ class PointReach(BitFlip):
         return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 
 
-# So that `rollpipe.testing:BitFlip-v0` is an id. gymnasium warns of an id that it knows already.
+# The ids `rollpipe.testing:BitFlip-v0` and `rollpipe.testing:PointReach-v0`. gymnasium warns of an
+# id that is registered twice.
 for env in (BitFlip, PointReach):
     if f"{env.__name__}-v0" not in gym.registry:
         gym.register(

@@ -32,10 +32,13 @@ from ..workers.slots import Layout, Slot, SlotPool
 class Arrived(NamedTuple):
     """An item as it arrived from a worker.
 
+    The large arrays of all items in a slot lie side by side, as its `Layout` says. All other arrays
+    are an item's own.
+
     Args:
         item_format: format of the item
-        data: uint8: first the arrays of a layout for one item, if this item has any, then the
-            item's own arrays
+        data: uint8: first the large arrays, as in a layout for this item alone, if it has any; then
+            the item's own arrays
     """
 
     item_format: ItemFormat
@@ -149,8 +152,8 @@ class RemoteMember(Member):
 
         Times are shifted to the clock of this process: clocks of machines differ.
         """
-        reply, data = message
-        request, reply, item_format = super().take_reply(reply)
+        answer, data = message
+        request, reply, item_format = super().take_reply(answer)
         if item_format is None:
             return request, reply, None
         now = time.monotonic()
@@ -180,8 +183,9 @@ class RemoteMembers(Members):
 
     def wait(self, seconds: float) -> list:
         "Members that have answered or have died. Waits at most `seconds` for the first one."
-        # The answer of each member that comes next. Ray returns the first one that is ready, so the
-        # member that came last is asked last. Otherwise quick members would hide the others.
+        # For each member, the oldest of its answers that was not taken. Ray returns the first one
+        # that is ready. So the member whose answer came last is the last in the list: otherwise
+        # quick members would hide the others.
         member_of = {}
         for member in self.members[self.latest + 1 :] + self.members[: self.latest + 1]:
             if member.process.unanswered:
@@ -304,7 +308,7 @@ class RayReading(WorkerReading):
         order: 'canonical': lanes in turn; 'ready': first come, first served
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
         resources: amounts that each worker needs: num_cpus, num_gpus, memory [bytes], custom
-            resources [see above]
+            resources; None: see above
         runtime_env: what Ray prepares for the workers on their nodes, such as packages and
             variables
         placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by
@@ -351,7 +355,8 @@ class RayReading(WorkerReading):
         self.silence = silence
         self.on_silence = on_silence
         self.grace = grace
-        # The options that all reading services have, and then those of this one.
+
+        # Check the options that all reading services have, and then those of this one.
         self.begin()
         self.place = ClusterPlace(self, address, resources, runtime_env, placement)
         if address is not None and not num_workers:
@@ -362,6 +367,8 @@ class RayReading(WorkerReading):
                 expected="num_workers > 0, or no address",
                 got=address,
             )
+
+        # A device that torch refuses is reported as any other option that is out of range.
         try:
             torch.device("cpu" if device is None else device)
         except (RuntimeError, TypeError) as e:
@@ -463,7 +470,10 @@ class RemoteService(RemoteWorker):
     def take(self) -> Any:
         "The next message, or `NOTHING`. Raises the worker's own exception, or `WorkerDied`."
         answer = super().take()
-        return NOTHING if answer is NOTHING else pickle.loads(*answer)
+        if answer is NOTHING:
+            return NOTHING
+        (pickled,) = answer  # the result of `Served.serve`
+        return pickle.loads(pickled)
 
     def close(self) -> BaseException | None:
         """End the worker, and give the connection back.

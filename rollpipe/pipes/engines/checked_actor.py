@@ -36,8 +36,8 @@ from ..graph.modules import EvalMode, modules_in
 
 # %% ../../../nbs/pipes/11_engines/04_checked_actor.ipynb #a4b7f04c
 ENGINES = "torch", "onnxruntime", "auto"
-# Multiplications in a step's convolutions from which on torch is as fast, because ONNX Runtime
-# cannot rearrange weights
+# With so many multiplications in the convolutions of a step, torch is as fast, because ONNX Runtime
+# cannot rearrange weights.
 LARGE = 2**24
 log = logging.getLogger("rollpipe")
 # Reasons for torch that were logged
@@ -115,6 +115,8 @@ def engine_for(
         state, hx, answer = example
         rows = StagedRows(state, answer)
         rows.begin(state, nested.map(torch.Tensor.cpu, hx))
+
+        # With 'auto', torch takes over later if constants of the actor change again and again.
         compiled = OnnxEngine(actor, rows, draw, gives_up=choice == "auto")
         if choice == "onnxruntime" or compiled.convolutions < LARGE:
             return compiled

@@ -247,9 +247,8 @@ class EnvFactory:
             else:
                 env = self.source(seed=seed) if self.takes_seed else self.source()
         except SpaceError as e:
-            raise e.locate(
-                env=self.name
-            ) from None  # such as `WithActionMask`, which names what it expects
+            # A wrapper such as `WithActionMask` raised it, and has named what it expects.
+            raise e.locate(env=self.name) from None
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
             raise EnvError(
@@ -405,7 +404,8 @@ class VectorFactory:
                 expected=hint,
             ) from e
 
-        # A vector that is made as a whole takes no wrappers around its environments.
+        # Only 'sync' and 'async' put wrappers around their environments. Another vector is refused
+        # if it needs one: that of Atari, or that of a mask which its observations lack.
         key = self.env_kwargs.get("with_action_mask")
         lacks_mask = False
         if key is not None:
@@ -432,7 +432,8 @@ class VectorFactory:
     def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
         if self.vector != "vector_entry_point":
-            # `VectorBatch` checks every step.
+            # `wrappers` among the keyword arguments take the place of ours. The checker is off,
+            # because `VectorBatch` checks every step.
             wrappers = [*kwargs.pop("wrappers", wrappers), CopiesLastObs]
             options = dict(disable_env_checker=True, wrappers=wrappers)
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second
@@ -477,15 +478,17 @@ _known_spaces: dict = {}  # key of a factory -> spaces
 
 
 def _spaces_of_id(factory):
+    # The environment stays open if the caller is in such a block, too.
     with spare_environments():
         spares: Any = _spares.get()
         if factory.key not in spares:
             try:
                 spares[factory.key] = factory()
             except EnvError:
+                # Some environments exist only once in a process, and this one may be in use.
                 if factory.key not in _known_spaces:
                     raise
-                return _known_spaces[factory.key]  # a process may have only one, which is in use
+                return _known_spaces[factory.key]
         _known_spaces[factory.key] = spaces_of(spares[factory.key])
         return _known_spaces[factory.key]
 
@@ -512,7 +515,8 @@ def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.
         return spaces_of(env[0], env_kwargs)
     factory = env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs)
     if isinstance(factory.source, str):
-        return deepcopy(_spaces_of_id(factory))  # those of the environment are its own
+        # The spaces themselves are remembered for later calls, so the caller gets copies.
+        return deepcopy(_spaces_of_id(factory))
     new = factory()
     try:
         return spaces_of(new)
@@ -641,7 +645,7 @@ class Claim:
         self._held[b] = env
         _claims[id(env)] = self
 
-        # The environments in a vector are those of this process.
+        # The environments of a `SyncVectorEnv` are in this process, where others could claim them.
         if b is None and isinstance(env, gym.vector.SyncVectorEnv):
             for k, part in enumerate(env.envs):
                 self.take(part, k)
@@ -669,7 +673,8 @@ class Claim:
         Those in `lost` belong to another batch now, so the caller must not close them.
         """
         for b, env in self._held.items():
-            # None if this claim is being garbage-collected, because its weak entry vanishes first
+            # While this claim is garbage-collected, its weak entry has vanished already. Then there
+            # is no holder, or one that could not enter the environment in `lost`.
             holder = _claims.get(id(env))
             if holder is self:
                 del _claims[id(env)]

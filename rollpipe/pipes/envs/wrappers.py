@@ -118,8 +118,9 @@ def atari(env: Any, episodes: str = "games") -> gym.Env:
 
 # %% ../../../nbs/pipes/10_envs/00_wrappers.ipynb #b4248c46
 def wrappers_in(env_kwargs: dict) -> tuple[dict, list]:
-    """The keyword arguments for gymnasium, and functions of an environment that wrap it, which
-    further keywords ask for.
+    """`(kwargs, wrappers)`: keyword arguments for gymnasium, and what further keywords ask for.
+
+    Each wrapper is a function that takes an environment and returns it wrapped.
 
     Args:
         env_kwargs: with `atari`, the `episodes` of `atari`, and with `with_action_mask`, the `key`

@@ -45,14 +45,16 @@ class Traits:
     any_strides: bool = False
     # may it read many items without yielding one? If so, a warning is logged when it does
     drops_items: bool = True
-    # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
+    # may something else make its items: a `fusion` those of a stacker, a stepper those of a
+    # collector?
     fusible: bool = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # From the oldest base on: a method that is defined anew ends the promises made before.
-        known = set()
-        promised = set()
+        # From the oldest base on: if a base defines a known method anew, the promises of all older
+        # ones end.
+        known = set()  # names in all bases so far
+        promised = set()  # names in the bases since then
         for base in reversed(cls.__mro__):
             methods = {name for name, x in vars(base).items() if _is_method(name, x)}
             if methods & known:
@@ -100,6 +102,7 @@ def held_by(pipe: IterDataPipe) -> list:
 
     apart = ("_valid_iterator_id", "restored", *_OF_ITERATION)
     attributes = {name: x for name, x in vars(pipe).items() if name not in apart}
+    # Here `swapped` only visits all values; what it returns is not needed.
     swapped(attributes, collect)
     return shared
 
@@ -206,13 +209,15 @@ class Keeps:
             chunks: for the large arrays of a pipe that has such, see `ChunkFolder`; None: they are
                 copied into the state
         """
+        # An iteration that keeps nothing yet may have a state from which it will go on.
         if not self.kept:
             return self.restored
         try:
             return dict(capture(self.kept), keeps=[*self.kept])
         except EnvError as e:
+            # The error of an environment has named what cannot be kept.
             if e.env is not None:
-                raise e.locate(pipe=self) from None  # of an environment, which names what it is
+                raise e.locate(pipe=self) from None
             raise CheckpointError(
                 "a pipe keeps what is no plain data",
                 pipe=self,
@@ -236,10 +241,11 @@ class Keeps:
 # items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
 PATIENCE = 100_000, 100, 30
 log = logging.getLogger("rollpipe")
-# Pipes of torch open their inputs themselves, when their first item is read. Meanwhile `_watched`
-# leaves the watch of these pipes here, as `.watch`, for this thread. The first of our pipes that
-# begins takes it away in `Pipe.__iter__`, so that no pipe further above does, and `_counted_for`
-# counts its items for the pipes of torch below.
+# How the items that a pipe of torch reads are counted. It opens its input itself, when its own
+# first item is read. While that happens, `_watched` leaves a `Watch` here, as `.watch`, for this
+# thread. The first of our pipes that begins is the nearest one above the pipe of torch.
+# `Pipe.__iter__` takes the watch away, so that pipes further above do not find it, and
+# `_counted_for` counts the items of this pipe.
 _waiting = threading.local()
 
 
@@ -281,15 +287,17 @@ def opened(pipe: IterDataPipe) -> Iterator:
     If `pipe` is one of torch's, the items that it reads before it yields its first item are
     counted.
     """
+    # The pipes of torch from `pipe` on, up to the first one of ours
     foreign = []
-    while not isinstance(pipe, Pipe):
-        above = edits.inputs(pipe)
-        if not above:
+    above = pipe
+    while not isinstance(above, Pipe):
+        sources = edits.inputs(above)
+        if not sources:
             break
-        foreign.append(pipe)
-        pipe = above[0]
+        foreign.append(above)
+        above = sources[0]
     names = [type(x).__name__ for x in foreign if trait(x, "reads") != 1]
-    items = iter(foreign[0] if foreign else pipe)
+    items = iter(pipe)
     return _watched(items, Watch(" or ".join(names))) if names else items
 
 
@@ -400,8 +408,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         may_starve = self.reads is None and self.drops_items
 
         stream = None
-        kept = {}
-        self.kept = kept
+        memory = {}
+        self.kept = memory
         try:
             counted = chain(watch.counted(items), items) if may_starve else items
             stream = self.stream(counted, **options)
@@ -412,7 +420,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
                 )
             stream = iter(stream)
 
-            # The first item shows whether the stream keeps something.
+            # A stream that keeps something has called `keep` by its first item, and `keep` takes
+            # `restored`.
             first = list(islice(stream, 1))
             if first and self.restored is not None:
                 raise CheckpointError(
@@ -427,7 +436,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
                 raise too_long() from e
             raise  # the error comes from one of the pipes
         finally:
-            if self.kept is kept:
+            if self.kept is memory:
                 self.kept = None  # a newer iteration has a dict of its own
             try:
                 close(stream)  # nothing else closes a stream that is left at its first item
@@ -449,7 +458,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         return True  # without this, Python would call `__len__`
 
     def __getstate__(self):
-        # While torch traverses the graph, it keeps only pipes in the state.
+        # A hook of torch may replace the state: while a graph is traversed, by the pipes in it.
         state = super().__getstate__()
         if not isinstance(state, dict):
             return state

@@ -26,10 +26,18 @@ _all_ = [
 def _own_in_each_thread():
     "A class attribute with a value for each thread: None until the thread sets it."
     values = threading.local()
-    return property(
-        lambda cls: vars(values).get(cls), lambda cls, value: vars(values).__setitem__(cls, value)
-    )
+
+    def read(cls):
+        return vars(values).get(cls)
+
+    def write(cls, value):
+        vars(values)[cls] = value
+
+    return property(read, write)
 
 
+# While `traverse_dps` looks at a graph, it sets these hooks for the whole process, and another
+# thread that pickles or copies a pipe would get a stub. The property of the metaclass, which
+# `IterDataPipe` inherits, takes the place of the attribute.
 for _name in ("reduce_ex_hook", "getstate_hook"):
     setattr(type(MapDataPipe), _name, _own_in_each_thread())

@@ -34,7 +34,7 @@ class Account:
         n: number of stages; the last one is the code outside of all other stages
         now: returns the time [s]
         path: file to which `save` writes the sums; None: none
-        rare: measuring sizes of the items of a stage may take this part of the time: 1/rare
+        rare: at most about 1/rare of the time is spent on measuring the sizes of a stage's items
     """
 
     __slots__ = (
@@ -274,9 +274,11 @@ class Clock:
 
     def read(self) -> Reading:
         "The sums of this process up to now, and the sums of each worker up to its last item."
-        # This thread's account up to now. Other threads may add accounts meanwhile.
+        # To begin the present stage once more adds its time up to now.
         account = self.account()
         account.begin(account.stage)
+
+        # Other threads may add accounts meanwhile.
         here = np.zeros((5, self.n))
         for account in list(self.accounts):
             if account.pid == self.owner:
@@ -284,7 +286,8 @@ class Clock:
 
         # A worker that has yielded no item yet has an empty file.
         workers = {}
-        for file in os.scandir(self.folder) if self.folder is not None else ():
+        files = () if self.folder is None else os.scandir(self.folder)
+        for file in files:
             sums = np.fromfile(file.path)
             if sums.size == 5 * self.n:
                 workers[file.name] = sums.reshape(5, self.n)
@@ -385,7 +388,7 @@ def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
     """
     timers = []
     for i, pipe in enumerate(nodes(graph)):
-        # Nobody iterates a pipe without `__iter__`.
+        # Nobody iterates a pipe whose only `__iter__` is that of the base class in torch.
         method = getattr(type(pipe), "__iter__", None)
         is_iterated = method is not getattr(IterDataPipe, "__iter__", None)
         if not is_iterated or not isinstance(pipe, IterDataPipe):

@@ -245,6 +245,7 @@ class PlayedRows:
         self.ends = []  # (t, b, observation) of each end of an episode
 
         def block(like, n):
+            "Memory for `n` rows of all columns, filled with the example `like`: zeros, or nan."
             return nested.map(lambda x: np.full((n, n_envs, *x.shape), x, x.dtype), like)
 
         n_rows = n_steps + 1
@@ -282,7 +283,7 @@ class PlayedRows:
             nested.setitem(self.obs, at, rows_of(obs, like_obs, steps))
             self.stepno[at] = np.arange(steps.start, steps.stop)
 
-        # The rows to which a step leads. The first step is that to row 0, from the row before it.
+        # The rows to which a step leads. To row 0, that is the last step of the fragment before.
         low = max(start, first - 1)
         high = min(end, stop - 1)
         if low < high:
@@ -290,8 +291,8 @@ class PlayedRows:
             steps = slice(low - start, high - start)
             terminated = term[steps]
             ended = terminated | trunc[steps]
-            last_step = end - 1
-            if ended[: last_step - low].any():
+            n_before_last = end - 1 - low  # of these steps, those before the episode's last one
+            if ended[:n_before_last].any():
                 raise DataError(
                     "an episode goes on after its end",
                     leaf="terminations, truncations",
@@ -320,7 +321,8 @@ class PlayedRows:
             last_obs = rows_of(obs, like_obs, slice(n, n + 1))
             self.ends.append((end - 1 - first, b, last_obs))
 
-        # After the last episode of a column, its last observation and action are repeated.
+        # After the last episode of a column, its last observation and action are repeated. The
+        # action in row `end` is that of the last step, and stands there already.
         if is_last and end < stop:
             last = slice(n - 1, n)
             rest = slice(max(end - first, 0), None), b
@@ -333,6 +335,8 @@ class PlayedRows:
         ends = sorted(self.ends, key=lambda end: end[:2])
         steps = torch.tensor([t for t, _, _ in ends], dtype=torch.int64)
         columns = torch.tensor([b for _, b, _ in ends], dtype=torch.int64)
+
+        # If no episode ends, an empty part still tells `cat` the form of an observation.
         no_obs = nested.getitem(self.obs, (0, slice(0)))
         last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
         final = Final(

@@ -294,7 +294,7 @@ class Replayer(Source):
                 f"{part}: items {n} to {first - 1} are not recorded, so they are not compared"
             )
 
-        # Without a start, the items before the first file are no error.
+        # A start before the first file would be an error, so reading begins with that file (None).
         start = n if n > first else None
         return with_gaps(
             records_of_folder(part, start, self.damaged),

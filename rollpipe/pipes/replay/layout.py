@@ -123,6 +123,7 @@ def unbatched(fragment: Fragment) -> Fragment:
     """
 
     def of_final(final):
+        # A fragment may have no true last observation, so the example is made of zeros.
         def zeros(x):
             return x.new_zeros(x.shape[1:])
 
@@ -184,7 +185,8 @@ class FragmentLayout:
     def pack(self, fragment: Fragment, order: np.ndarray) -> np.ndarray:
         """Records `[B, T+1]` of rows and steps.
 
-        The last ones hold a row but no step. Their references `final` and `hx` are -1.
+        The last record of each environment holds a row but no step. In all records, the references
+        `final` and `hx` are -1.
 
         Args:
             fragment: [T, B]

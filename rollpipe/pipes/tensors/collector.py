@@ -100,6 +100,7 @@ class TensorRows:
         rew, term, fin, stepno = self._flags[t + 1]
         if self._infos is None:
             self.infos = [x.new_empty((self.n, *x.shape)) for x in out.info]
+            # Without infos, the row of each step is empty.
             self._infos = _rows_of(self.infos) or [()] * self.n
 
         # One call for all tensors is faster than one call for each.
@@ -161,7 +162,10 @@ class Ends:
             fin: bool [B]: True where an episode ended
             hx: the recurrent state before its reset
         """
-        if self.on_host and not (fin if self.terminal_obs else out.trunc).any():
+        # On the host, it costs little to look whether there is an end to keep. Where an episode was
+        # truncated and terminated at once, `mask` leaves it out later.
+        ended = fin if self.terminal_obs else out.trunc
+        if self.on_host and not ended.any():
             return
         final = None if out.final is None else [x.clone() for x in out.final]
         self.data_of_step[t] = (final, hx)
@@ -267,12 +271,8 @@ class TensorInteraction(TickSource):
         device = self.batch.device
 
         def no_action(x):
-            like = torch.from_numpy(x[None])
-            return torch.zeros(
-                (n, *like.shape[1:]),
-                dtype=like.dtype,
-                device=device,
-            )
+            dtype = torch.from_numpy(x).dtype
+            return torch.zeros((n, *x.shape), dtype=dtype, device=device)
 
         obs = nested.map(
             lambda x, like: x.to(like.dtype, copy=True),
@@ -352,7 +352,7 @@ class TensorInteraction(TickSource):
         state, term = self.last
         rows = TensorRows(state, term, n_steps)
         ends = Ends(self.batch, self.terminal_obs)
-        hx = self.hx
+        first_hx = self.hx
         version = self.counter.version()
         reports = self.collect(rows, ends)
         counts = self._check_numbers(rows, ends)
@@ -361,19 +361,19 @@ class TensorInteraction(TickSource):
         state = rows.state
         fields = dict(
             env=self.batch.infos.form.structure.unflatten(rows.infos),
-            hx=hx,
+            hx=first_hx,
             term=rows.term,
             valid=torch.ones_like(state.fin[1:]),
         )
         fragment = complete(
             self,
             state,
-            nested.getitem(state, -1),
-            self.hx,
-            reports,
-            partial(self._final, ends, counts, rows.term),
-            fields,
-            dict(lane=self.lane, seq=self.seq, version=version),
+            last=nested.getitem(state, -1),
+            hx=self.hx,
+            reports=reports,
+            final=partial(self._final, ends, counts, rows.term),
+            fields=fields,
+            numbers=dict(lane=self.lane, seq=self.seq, version=version),
             pipe=self.batch.where.get("pipe"),
         )
         self.last = rows.last()
@@ -445,7 +445,7 @@ class TensorInteraction(TickSource):
         return counts
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
-        "The actor's virtual reaction `(act, info)` to a state, tensors `[n, ...]`: see `TickSource`."
+        "The actor's virtual reaction `(act, info)` to a state, `[n, ...]`: see `TickSource`."
         seen = state._replace(obs=nested.as_seen(state.obs))
         act, _, info = self.checked.answer(
             nested.map(lambda x: x[None], seen),
@@ -594,7 +594,8 @@ class TensorCollector(Acting, Seeded, Source):
         where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
         self.refuse_other_process(**where)
         with located(**where):
-            env = self.factory(env_seeds(seed, 1)[0][0])
+            [(factory_seed, _, _)] = env_seeds(seed, 1)
+            env = self.factory(factory_seed)
 
         closes = self.close_made and not self.factory.lends
         batch = TensorBatch(
