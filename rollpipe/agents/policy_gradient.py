@@ -251,9 +251,10 @@ class PPO(SteeredRate, ActorCriticLearner):
 
     def improve(self, batch: Fragment) -> dict:
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
-        # Values before the update, with which `clip_value` compares
-        lacks_values = self.critic is not None or "value" not in batch.actor
-        if self.clip_value is not None and lacks_values:
+        # Values before the update, with which `clip_value` compares. The batch has those of an
+        # actor that reports values, but not those of a separate critic.
+        has_values = self.critic is None and "value" in batch.actor
+        if self.clip_value is not None and not has_values:
             batch = with_old_values(batch)
         batch = with_standardized_adv(batch, self.normalize_adv == "batch")
 
@@ -268,8 +269,9 @@ class PPO(SteeredRate, ActorCriticLearner):
             if stop:
                 break
 
-            # The learning rate is steered before the first step of each further pass.
-            if epoch == epochs and epoch and self.lr_kl is not None:
+            # The learning rate is steered before the first step of each pass but the first one.
+            begins_pass = epoch == epochs  # `epochs` is the number of passes that have begun
+            if begins_pass and epoch > 0 and self.lr_kl is not None:
                 steered = self.steer(metrics["approx_kl"], n)
             records.append(self.step(loss, metrics=metrics, n=n))
             epochs = epoch + 1
@@ -292,8 +294,9 @@ class PPO(SteeredRate, ActorCriticLearner):
         rng = self.rng()
         batch = what_the_loss_needs(batch)
         for epoch in range(self.epochs):
-            for rows, n in ranks.parts(batch, self.minibatch, 1, rng):
-                # Without a row in this minibatch (`n` is 0), a rank has others, which do not count.
+            for rows, n in ranks.parts(batch, self.minibatch, epochs=1, rng=rng):
+                # A rank without a row in this minibatch (`n` is 0) gets some of its other rows, so
+                # that it takes part in the step. They do not count.
                 if self.normalize_adv == "minibatch":
                     rows = rows._replace(adv=standardized(rows.adv, rows.valid & (n > 0)))
                 yield epoch, ranks.Part(rows, n)

@@ -268,6 +268,7 @@ class FragmentStacker(Pipe):
         return self._joined(items) if self._is_plain() else self.fusion.stream(self)
 
     def _is_plain(self):
+        "Are the pipes above read as usual, because no fusion works in the graph that ends here?"
         return self.fusion is None or not self.fits(self)
 
     def _open(self):

@@ -230,8 +230,8 @@ class Lanes(Divided, Seeded, Pipe):
             again: number of times that this lane was lost and began anew, each time with other
                 random numbers
         """
-        # Below the key `(lane,)` the pipes have the keys `(lane, 0)`, `(lane, 1)`, ..., which are
-        # below 2**16. So a lane that began anew gets seeds of its own.
+        # `spawn` appends the number of each pipe to this key: `(lane, 0)`, `(lane, 1)` and so on,
+        # and no graph has 2**16 pipes. So a lane that began anew gets seeds of its own.
         key = (lane, 2**16 + again) if again else (lane,)
         copy = copy_graph(self.pipe)
         with_lane = find(copy, lambda pipe: hasattr(pipe, "set_lane"))
@@ -266,7 +266,7 @@ class Lanes(Divided, Seeded, Pipe):
     ) -> GlobalRandomStates:
         """States of the global generators for one lane.
 
-        Like the seeds of its pipes, they are derived from `root`.
+        They are derived from the seed of a pipe above that has one, else from `root`.
         """
         seeded_pipes = find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
         entropy = seeded_pipes[0].seed if seeded_pipes else root

@@ -60,10 +60,10 @@ class _Moments:
 
 
 class _Begin:
-    """Makes the moments with which an iteration begins, and holds those in use for `state_dict`.
+    """What a pipe shares with its copies. Called, it makes the moments with which an iteration
+    begins. `newest` are those in use, which `state_dict` returns.
 
-    It is callable, because copies of a pipe share every callable by reference: so the pipe sees
-    the moments that a copy of it has learnt.
+    Copies of a pipe share every callable by reference, so this object is callable.
     """
 
     def __init__(self):
@@ -120,8 +120,9 @@ class RewardScaler(Pipe):
     `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
     The actor sees the unscaled rewards. So this pipe raises `GraphError` for an actor that uses
-    them (`uses_past`), unless the scale is 1; there, scale them in the environment. It also raises
-    it if a pipe above adds rewards (`adds_rewards`), as `RND` does.
+    them (`uses_past`), unless the scale is 1. For such an actor, scale the rewards in the
+    environment. This pipe also raises `GraphError` if a pipe above adds rewards (`adds_rewards`),
+    as `RND` does.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
@@ -209,6 +210,8 @@ class RewardScaler(Pipe):
             lane, seq, columns = strand
             before = lanes.get(lane)
             n = columns.stop - columns.start
+
+            # Without a fragment before, no number is expected, and `continues` returns False.
             expected = None if before is None or before.seq is None else before.seq + 1
             with located(pipe=self):
                 follows = continues(fragment, strand, expected) and len(before.ret) == n

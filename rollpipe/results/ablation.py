@@ -80,8 +80,8 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
     branches = []
     for n in at:
         for noise in range(repeat):
-            # The first twin has the noise of the run, and the others are forks of it.
-            parent = out / f"at{n}-0" if noise else run
+            # Twin 0 is a fork of the run, with the run's noise. The others are forks of twin 0.
+            parent = run if noise == 0 else out / f"at{n}-0"
             twin = Branch(
                 out / f"at{n}-{noise}",
                 parent,
@@ -94,6 +94,8 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
                 for x in values:
                     text = f"{twin.folder.name}-{name}={x}"
                     folder = out / re.sub(r"[^\w.=+-]", "-", text)
+
+                    # It goes on with the noise of its twin, and has none of its own (0).
                     branches.append(
                         Branch(
                             folder,
@@ -151,6 +153,7 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
 def _fork(branch, steps, quiet):
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     if not files_of_run(branch.folder):
+        # An edited branch has `quiet` and the steps from its twin, of which it is a fork.
         options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
         fork(
             branch.parent,
@@ -162,9 +165,9 @@ def _fork(branch, steps, quiet):
         return
 
     # What the branch should be, and what it is, as JSON holds both.
-    there = load_run(branch.folder)
-    origin = there.history.origin or {}
-    values = {**there.config, **there.config["options"]}
+    existing = load_run(branch.folder)
+    origin = existing.history.origin or {}
+    values = {**existing.config, **existing.config["options"]}
     edit = json.loads(json.dumps(branch.edit))
     expected = (branch.at, branch.noise, edit)
     got = (

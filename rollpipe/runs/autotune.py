@@ -160,8 +160,8 @@ def autotune(
             expected="processes",
             got=repr(reading),
         )
-    # Without the number of workers: the default number of lanes may be too small for it, but that
-    # of a setting is not.
+    # More workers than lanes are refused. The base has the default number of lanes, which may be
+    # too few, while a setting has enough. So the base is made without the number of workers.
     of_base = {name: value for name, value in given.items() if name != "workers"}
     base = make_config(algorithm, env, options, env_kwargs, **of_base)
     typed = {**(options or {}), **given}

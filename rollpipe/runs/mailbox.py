@@ -74,7 +74,8 @@ class Mailbox:
                 wish = e
 
             # The training and the one who withdraws a wish both remove its file. Only the first
-            # succeeds, so a wish is either made or withdrawn.
+            # succeeds, so a wish is either made or withdrawn. A folder with the name of such a file
+            # is refused as well.
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
                 yield path, wish
@@ -123,6 +124,7 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     Raises:
         DataError: it refuses, nobody trains there, or it is silent. Then the wish is withdrawn
     """
+    # On Windows `owner_of` never knows an owner, so the timeout has to tell.
     if os.name != "nt" and not owner_of(folder):
         raise DataError(f"no training in {folder}", expected="a run that trains now")
     question = folder / INBOX / f"{secrets.token_hex(16)}.ask"

@@ -173,10 +173,10 @@ class Contents:
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
-        # Which kind of item it is
+        # Its kind: "list of Tick", or "Fragment" alone, because each name is there once
         inner = item if isinstance(item, list) else [item]
-        names = dict.fromkeys(type(x).__name__ for x in (item, *inner))  # each name once
-        self.kinds[" of ".join(names)] += 1  # "Fragment", or "list of Tick"
+        names = dict.fromkeys(type(x).__name__ for x in (item, *inner))
+        self.kinds[" of ".join(names)] += 1
         self.forms |= {Form(x): None for x in inner}
 
         # Its steps, and the episodes, unless their rows are shuffled
@@ -490,10 +490,12 @@ def pack(
     actor = policy_of(agent)
     evaluation = evaluate(actor=actor, n_episodes=episodes, seed=seed, **playing(config))
 
-    # The files that are always there
+    # An earlier pack goes. Its README.md, the first of the names, is replaced at the end.
     make_folder(out)
     for name in PACK_FILES[1:]:
         (out / name).unlink(missing_ok=True)
+
+    # The files that are always there
     policy_alone = checkpoint._replace(pipes=None, stream=None)
     write_atomically(out / "checkpoint.safetensors", policy_alone.data())
     write_json(out / REQUEST, config)
@@ -530,7 +532,8 @@ def _check_out(folder: Path, out: Path) -> None:
     names = {path.name for path in out.glob("*")}
     others = names - {*PACK_FILES}
 
-    # Without these two files, `out` may be a run that has just begun, or have a README of somebody.
+    # Files with the names of a pack are replaced only in a pack. Without these two files, `out` may
+    # be a run that has just begun, or have a README of somebody.
     is_pack = {"README.md", "checkpoint.safetensors"} <= names or out == folder / "pack"
     is_other_folder = bool(names) and not is_pack
     is_run_itself = out.resolve() == folder.resolve()

@@ -43,25 +43,26 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
         dict: label -> list of folders; with `per_env`, (environment, label) -> list of folders
     """
     configs = [_config(run) for run in runs]
-    names = []
+    experiments = []  # `(environment, name)` of each run; the environment is "" unless `per_env`
     for config in configs:
         algorithm = str(config.get("algorithm", "?"))
         env = str(config.get("env", "?"))
-        label = algorithm if per_env else f"{algorithm} {env}"
-        names.append((env if per_env else "", config.get("name") or label))
+        default_name = algorithm if per_env else f"{algorithm} {env}"
+        experiments.append((env if per_env else "", config.get("name") or default_name))
 
-    # name -> options that are not the same in all runs of this name
+    # experiment -> options that are not the same in all of its runs
     differing = {}
-    for name in dict.fromkeys(names):
-        same_name = [config["options"] for n, config in zip(names, configs) if n == name]
-        differing[name] = differing_names(same_name)
+    for experiment in dict.fromkeys(experiments):
+        options = [config["options"] for x, config in zip(experiments, configs) if x == experiment]
+        differing[experiment] = differing_names(options)
 
     # Runs with the same label are those of one line.
     groups = {}
-    for run, name, config in zip(runs, names, configs):
-        texts = [f"{x}={_plain(config['options'].get(x))}" for x in differing[name]]
-        label = ", ".join([name[1], *texts])
-        groups.setdefault((name[0], label) if per_env else label, []).append(Path(run))
+    for run, experiment, config in zip(runs, experiments, configs):
+        env, name = experiment
+        texts = [f"{x}={_plain(config['options'].get(x))}" for x in differing[experiment]]
+        label = ", ".join([name, *texts])
+        groups.setdefault((env, label) if per_env else label, []).append(Path(run))
     return groups
 
 
@@ -151,6 +152,9 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
         np.ndarray: [..., n]
     """
     window = max(1, min(window, y.shape[-1]))
+
+    # As many zeros as a window has points stand before the curve, so at least one window fits, also
+    # if there is no point. The first window has zeros only, and is left out.
     zeros = np.zeros((*y.shape[:-1], window))
     padded = np.concatenate([zeros, y], -1)
     parts = np.lib.stride_tricks.sliding_window_view(padded, window, -1)

@@ -238,12 +238,16 @@ class CrossQ(SoftLearner):
         "There are none."
 
     def critic_loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
-        "As `action_value_loss`, with soft targets from the same batch of the critic as the values."
+        """As `action_value_loss`, with soft targets.
+
+        Their values and those of the steps come from one call of the critic, on one batch.
+        """
         obs = nested.as_seen(next_observations(fragment))
         with torch.no_grad():
             act, logp = self.actor.sample(obs, self.noise(fragment))
 
-        # Other rows are no part of the moments. Neither is a first observation of the next episode.
+        # Only steps are part of the moments. Where the last observation of an episode is missing,
+        # the row after the step is of the next episode, and no part of them either.
         valid = fragment.valid
         is_missing = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
         next_valid = valid & ~is_missing
@@ -264,6 +268,7 @@ class CrossQ(SoftLearner):
         q = spread(values[:, :n], valid)
         q_next = spread(values[:, n:], next_valid).detach().amin(0)
 
+        # The density in the cube from -1 to 1, which does not depend on the units of the actions
         entropy_bonus = -self.entropy_weight * (logp + self.actor.box.log_volume)
         target = td_targets(
             fragment,

@@ -53,7 +53,8 @@ class Weights:
 
     def tensors(self) -> list:
         "The current weights, without gradients."
-        return [slots[key].detach() for (slots, key, _), *_ in self.places]
+        first_places = [places[0] for places in self.places]  # all places of a weight have it
+        return [slots[key].detach() for slots, key, _ in first_places]
 
     def put(self, tensors: Any) -> None:
         "Replace the weights in the modules by `tensors`."
@@ -81,7 +82,9 @@ class Calls(TorchFunctionMode):
         parts: module -> name
     """
 
-    where: dict  # name of a function -> name of the module
+    # name of a function -> name of the module. `add`, `add_` and `__add__` are one name, because an
+    # exporter's message may have another one of them than the call.
+    where: dict
 
     def __init__(self, parts: dict):
         super().__init__()

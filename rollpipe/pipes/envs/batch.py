@@ -130,10 +130,11 @@ class Rows:
         **where: context for error messages: pipe, lane
     """
 
-    # Fields that are written at each step, because the actor reads them; `settle` may write the
-    # others later
+    # The fields that an actor reads, so environments write them at each step. An engine that knows
+    # its actor names fewer; `settle` may write the others later, for many steps at once.
     reads = State._fields
-    # More rows are read part by part, because there is an object for each row of a part.
+    # Most rows for which an engine makes `rows`, an object for each row, at once. It divides longer
+    # memory by `part`.
     MANY = 1024
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):
@@ -516,9 +517,9 @@ class Batch:
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def _kept(self, one):
-        "`one`, which keeps an environment; None: there is no `Keeper`, so `EnvError` is raised."
+        "The `Kept` of an environment. Raises `EnvError` if it is None: there is no `Keeper`."
         if one is None:
-            Batch.get_state(self)  # that of this class raises the error
+            Batch.get_state(self)  # which does nothing but raise this error
         return one
 
     def close(self) -> None:
@@ -554,13 +555,13 @@ class Batch:
             raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
         rows, t = self._at
 
-        # Where the rows are full, the present one is the first of new memory. Only its views take a
-        # place in the list, which `Rows` caches; nothing is copied.
+        # Full rows are followed by new ones, whose row 0 is the present one. It is not copied: the
+        # new list of `Row`s gets the former object, which shows the former memory.
         if t + 1 == len(rows):
-            before = rows.rows[t]
+            present = rows.rows[t]
             rows = self.rows()
             t = 0
-            rows.rows[0] = before
+            rows.rows[0] = present
 
         # The error of `settle` wins, also if the step fails: it is that of an earlier step.
         try:
@@ -645,7 +646,7 @@ class Batch:
 
         The error has the number among the environments' own `rewards`, before it became float32.
         """
-        # As `FiniteCheck.find`
+        # The product with zeros is 0 if all rewards are finite: 0 * inf and 0 * nan are nan.
         if np.vdot(row.rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(row.rew))[0][0])
             self.refuse(b, "rew", rewards[b])

@@ -281,9 +281,8 @@ class KeptActions(Kept):
         episode: repeat only those since the last reset, where this is enough
     """
 
-    # bytes of a log, with 8 for each reset, and `OPTIONS` for its options, beside their arrays
-    MOST = 2**26
-    OPTIONS = 512
+    MOST = 2**26  # bytes of a log: its actions, 8 for each reset, and the options of the resets
+    OPTIONS = 512  # bytes that the options of one reset count, beside their arrays
 
     def __init__(self, env: Any, name: str, episode: bool):
         super().__init__(env, name)
@@ -335,6 +334,8 @@ class KeptActions(Kept):
         self.before = copies_of(self.parts, complete=False)
         self.crc = 0
         self.is_lost = False
+
+        # Only a whole log is of use beyond the present episode.
         if not self.is_whole:
             self._forget()
         self.last = len(self.resets)
@@ -429,8 +430,9 @@ class KeptActions(Kept):
         self.before = content["before"]
         self.is_whole = content["is_whole"]
 
-        # The episode is enough if a checksum sees all of the environment: what it does not see may
-        # have come from an episode before. If those before are lost, nothing else is left.
+        # The actions of the episode are enough if a checksum sees all of the environment. What it
+        # does not see may depend on earlier episodes, so then all actions are repeated, unless the
+        # earlier ones are lost. Without `before`, all are repeated in any case.
         needs_all = self.before is None
         if not needs_all:
             _, unseen = content["reached"]
@@ -451,6 +453,7 @@ class KeptActions(Kept):
 
     def _repeat_episode(self, content):
         self.env.reset(seed=1)
+        # A copy, because the environment goes on to change what it gets
         put_copies(self.parts, restore_object(capture(self.before)))
         yield from self._repeat(self.last)
 
@@ -467,6 +470,7 @@ class KeptActions(Kept):
         states = GlobalRandomStates()
         states.set_state(self.random)
         states.put()
+        # A copy, because the environment goes on to change what it gets
         put_copies(self.parts, restore_object(capture(self.constructed)))
         yield from self._repeat(0)
         if self.crc != content["crc"]:

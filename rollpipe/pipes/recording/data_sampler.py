@@ -81,8 +81,11 @@ class _Open:
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
-        all_steps = [np.ones(len(x), bool) for x in rew]
-        env = same_keys(list(env), all_steps)
+
+        # Infos that only some pieces have get a mask. All rows of a piece are steps.
+        is_step = [np.ones(len(x), bool) for x in rew]
+        env = same_keys(list(env), is_step)
+
         last_obs = nested.getitem(self.next_obs, None)
         return Episode(
             obs=nested.cat([*obs, last_obs]),
@@ -178,8 +181,8 @@ class EpisodeCutter:
             if ended is None:
                 continue
 
-            # The observation after the last step. If row t is no step, it is that of row t, which
-            # was added with the step before.
+            # The observation after the last step. If row t is no step, it is that of row t, and the
+            # step before has added it already.
             if k >= 0:
                 ended.next_obs = nested.getitem(part.final.obs, k)
             elif is_step and self.repeat_last:
@@ -236,7 +239,7 @@ class EpisodeCutter:
                     got=f"step {stepno}, seq={seq}",
                 )
 
-        # A fragment that does not follow is the first one of a new worker, or of another stream.
+        # One that does not follow must be the first fragment of a new worker or another stream.
         is_first = was_lost or seq == 0
         if not follows and not is_first:
             raise DataError(

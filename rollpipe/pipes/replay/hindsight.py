@@ -39,8 +39,8 @@ __all__ = ['GoalRules', 'MergedStep', 'StepMerger', 'steps_ahead', 'Hindsight']
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #4e1676bc
 class GoalRules:
-    """`rules(achieved, desired) -> (reward, terminated)` of steps that achieved some goals, if
-    others had been wanted, without stepping.
+    """`rules(achieved, desired) -> (reward, terminated)` for steps that reached `achieved`, as if
+    their goals had been `desired`. Nothing is stepped.
 
     The goals are numpy arrays `[n, ...]`, the answers `[n]`. They come from the methods of an
     environment, or of its wrappers, `compute_reward(achieved_goal, desired_goal, info)` and
@@ -103,9 +103,9 @@ class GoalRules:
         try:
             n, *goal = achieved.shape
 
-            # One call for all steps, if the method can. A method for one step might answer with as
-            # many numbers as a goal has. So steps are repeated until their number is no size of a
-            # goal, and only an answer of this length is one for all steps.
+            # One call for all steps, if the method can. A method for one step may answer with as
+            # many numbers as a goal has, and these must not be taken for answers to the steps. So
+            # the call has a number of steps that is no size of a goal: some are repeated.
             lengths = range(n, n + len(goal) + 1)
             length = next(k for k in lengths if k not in goal)
             at = np.arange(length) % max(1, n)
@@ -276,7 +276,7 @@ def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) ->
     next_slot = store.links.next
     is_first = store.records["fragment.state.fin"]
 
-    # For each step, the steps after it, and their number
+    # `chain[k][i]` is the `k`-th step after step `i`. There are `count[i]`, with step `i` itself.
     chain = [slot]
     count = np.ones(len(slot), np.int64)
 
@@ -433,8 +433,8 @@ class Hindsight(Pipe):
         forms = {(x.shape, x.is_floating_point() or x.dtype) for x in goals}
         if len(goals) < 2 or len(forms) > 1:
             expected = (
-                "a dict with arrays achieved_goal and desired_goal of one shape, both of floats or of "
-                "one dtype"
+                "a dict with arrays achieved_goal and desired_goal of one shape, both of floats or "
+                "of one dtype"
             )
             refuse("the observations have no goals", "obs", expected, obs)
 

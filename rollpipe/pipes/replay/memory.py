@@ -337,8 +337,8 @@ class Sample(NamedTuple):
     Args:
         fragment: [length, n]
         weight: float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
-        index: int64 [n]: serial numbers of the first steps, for `prioritize`; with `frames`, of
-            those with the first frames
+        index: int64 [n]: serial numbers of the first steps, for `prioritize`; with `frames`,
+            these are the steps of the earliest frames, which come before row 0 of `fragment`
     """
 
     fragment: Fragment
@@ -472,7 +472,7 @@ class ReplayMemory:
         self.path = path
         self.alpha = alpha
         self.beta = beta
-        self.first_beta = beta
+        self.first_beta = beta  # with which a learner's schedule of `beta` begins
         self.zero_state = zero_state
         rng = np.random.default_rng(seed)
         if prioritized:

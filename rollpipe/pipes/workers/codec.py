@@ -153,7 +153,8 @@ class ArraySpec:
 
     Args:
         dtype: numpy dtype of an array, or torch dtype of a tensor
-        entry: index among the arrays of the layout; -1: the array is in the item's own memory
+        entry: index among the arrays in the `Layout` of a slot, each of which has a part for every
+            item in the slot; -1: the array is in the item's own memory
         offset: distance from the beginning of the item's own arrays [bytes]
     """
 

@@ -159,7 +159,7 @@ class Listener:
         member.last_message = time.monotonic()
         member.patience = self.options.silence
         if message is None:
-            return True  # `COMPLETING`
+            return True  # the worker has sent `COMPLETING`, which is None
         if message is NOTHING:
             return False
 
@@ -197,9 +197,9 @@ class ItemRecord(NamedTuple):
     copied_bytes: int
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #5b90f1f8
-# Buffers for the weights if workers always fetch the newest ones. One would do for the result, as a
-# worker copies again if its buffer was overwritten meanwhile. With four, this happens only if four
-# publications come while it copies.
+# Buffers for the weights if workers always fetch the newest ones. If a buffer is overwritten while
+# a worker copies it, the worker copies again, so one buffer would do. With four, this happens only
+# if four publications come meanwhile.
 _BUFFERS_OF_LATEST = 4
 
 
@@ -452,7 +452,8 @@ def _items_read(pipe, seam) -> int:
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #6f28b469
 def may_share_slots(sink: IterDataPipe, seam: IterDataPipe) -> bool:
     "May the items of `seam` share slots, side by side, as `FragmentStacker` joins them?"
-    # The pipes between `seam` and the first join. Those below it do not matter.
+    # The pipes between `seam` and the first join. The loop goes up from `sink`: at each join, it
+    # forgets the pipes below, which do not matter.
     before_join = []
     pipe = sink
     while pipe is not seam:
@@ -541,6 +542,8 @@ class WorkerLanes(Lanes):
             failed = False
             raise
         finally:
+            # `self.close` would wait for the workers of a failed iteration, or end those of a newer
+            # one.
             if self.coordinator is coordinator and not failed:
                 errors = self.close()
             else:

@@ -432,8 +432,9 @@ def plan_buffers(
         with_two_slots = width * (slots_spanned(max_pending, width) + 2)
         n_buffers = max(with_batch, with_two_slots)
 
-    # Without a limit by the lag, the buffers are the limit. If items share slots, `max_pending` of
-    # them may span `max_pending + width - 1` positions.
+    # Without a limit by the lag, the buffers are the limit, except those that are reserved for a
+    # batch. If items share slots, these are two slots that are lent, and the positions before the
+    # first item in progress, of which its slot has up to `width - 1`.
     elif lag is None:
         n_reserved = 2 * width + (width - 1) if width > 1 else group_size
         max_pending = max(n_lanes, n_buffers - n_reserved)
