@@ -27,6 +27,7 @@ from rollpipe.pipes import (
     find,
     on_policy,
 )
+from rollpipe.pipes.envs.factories import VectorFactory
 
 PLANS = [[(3, "term"), (4, "trunc")], [(1, "trunc"), (2, "both")], [(5, "trunc")]]
 
@@ -558,3 +559,16 @@ def test_envpool():
         assert torch.equal(f.final.obs, f.state.obs[f.final.t + 1, f.final.b])
         assert len(f.final.t) and (f.state.stepno[f.final.t, f.final.b] == 11).all()
     assert all(n == total <= 12 for b in range(5) for total, n in statistics(a, b))
+
+
+@pytest.mark.parametrize("vector", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_wrappers_of_ones_own_stand_around_the_mask(vector):
+    "They took its place, and the observations had no mask."
+    kwargs = dict(with_action_mask="action_mask", wrappers=[gym.wrappers.OrderEnforcing])
+    vec = VectorFactory("Taxi-v4", 2, vector, kwargs)(seed=0)
+    try:
+        assert "action_mask" in vec.single_observation_space.spaces
+        obs, _ = vec.reset(seed=0)
+        assert obs["action_mask"].shape == (2, 6)
+    finally:
+        vec.close()

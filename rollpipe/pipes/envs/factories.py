@@ -432,9 +432,9 @@ class VectorFactory:
     def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
         if self.vector != "vector_entry_point":
-            # `wrappers` among the keyword arguments take the place of ours. The checker is off,
-            # because `VectorBatch` checks every step.
-            wrappers = [*kwargs.pop("wrappers", wrappers), CopiesLastObs]
+            # `wrappers` among the keyword arguments stand around ours. The checker is off, because
+            # `VectorBatch` checks every step.
+            wrappers = [*wrappers, *kwargs.pop("wrappers", ()), CopiesLastObs]
             options = dict(disable_env_checker=True, wrappers=wrappers)
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second
             # call.
