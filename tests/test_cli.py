@@ -577,7 +577,7 @@ trian ppo CartPole-v1 => 'trian'; did you mean train[?]
 train pppo CartPole-v1 => 'pppo'; did you mean ppo[?].*--import
 list algoritms => 'algoritms'; did you mean algorithms[?]
 list options pppo => Expected ppo, or one of --import, got pppo
-export RUN --to onx => 'onx'; did you mean onnx[?]
+export RUN --to onx => Expected onnx, torchscript, pt2, got 'onx'
 fork RUN --st clip=0.1 --out FORK => unknown argument --st; did you mean --set[?]
 tune ppo CartPole-v1 --trails 3 => unknown argument --trails; did you mean --trials
 evaluate RUN --episode 3 => unknown argument --episode; did you mean --episodes[?]

@@ -18,8 +18,7 @@ FIRST_CELL = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-found = shell.run_cell(f"from rollpipe.runs.evaluations import read_evaluations
-from rollpipe.runs.plots import learning_curve; learning_curve({sys.argv[1]!r})")
+found = shell.run_cell(f"from rollpipe.runs.plots import learning_curve; learning_curve({sys.argv[1]!r})")
 assert "matplotlib.pyplot" not in sys.modules
 shell.display_formatter.active_types = shell.display_formatter.format_types  # as in a notebook
 shell.display_formatter.active_types = shell.display_formatter.format_types  # as in a notebook

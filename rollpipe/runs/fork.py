@@ -381,8 +381,8 @@ def fork_command(
     """
     words = changes if steps is None else [*changes, f"steps={steps}"]
     options = options_in(words, run)
-    fork(run, out, at, (), overwrite, noise, new_episodes, **options)
-    forked = load_run(out)
+    folder = fork(run, out, at, (), overwrite, noise, new_episodes, **options)
+    forked = load_run(folder)
     origin = forked.history.origin
 
     # Where it stands

@@ -187,6 +187,7 @@ def _is_list_of(kind, x):
 _KINDS: dict = {
     "anything": lambda x: True,
     "a text": lambda x: isinstance(x, str),
+    "a text or null": lambda x: x is None or isinstance(x, str),
     "a number": _is_number,
     "a whole number": lambda x: isinstance(x, int) and _is_number(x),
     "names with values": lambda x: isinstance(x, dict),
@@ -201,7 +202,7 @@ _KINDS: dict = {
 }
 
 # Keys that a file of JSON may set to null, as if they were not there.
-_MAY_BE_NULL = ("threshold", "sd", "name")
+_MAY_BE_NULL = ("threshold", "sd")
 
 # What the configuration of a run holds, besides its other options
 OF_CONFIG = dict(
@@ -214,7 +215,7 @@ OF_CONFIG = dict(
     origins="names with values",
     seed="a whole number",
     ranks="a whole number",
-    name="a text",
+    name="a text or null",
     imports="a list of texts",
     inserts="a list of tables",
 )
