@@ -50,6 +50,11 @@ def _run(*commands):
             "shared",
             "frames",
             "average_policy",
+            "network",
+            "critic_network",
+            "sees",
+            "critic_sees",
+            "lr_kl",
         )
         for option in new:
             config["options"].pop(option, None)
@@ -62,6 +67,7 @@ def _run(*commands):
             "stop_at_return",
             "patience",
             "stop_after",
+            "info",
         ):
             config.pop(name, None)  # they are new, too
         for name in (
