@@ -466,27 +466,6 @@ def block():
         time.sleep(60)
 
 
-LIVES = """
-import os, signal, sys, time
-from itertools import islice
-from worker_cases import harmful
-from rollpipe.pipes import ProcessReading
-from rollpipe.pipes.graph.torchdata import DataLoader2
-if __name__ == '__main__':
-    method, doing = sys.argv[1:]
-    harm = ('hang', 'step', 30) if doing == 'waits' else ('raise', 'step', 10 ** 9)
-    try:
-        with DataLoader2(harmful(*harm), reading_service=ProcessReading(2, lag=1, start_method=method, grace=0.5)) as loader:
-            for k, _ in enumerate(loader):
-                if k == 4: print(*[state['pid'] for state in loader.reading_service.health()], flush=True)
-                if k > 4 and doing == 'computes': time.sleep(100)
-                if k > 4 and doing == 'runs': time.sleep(0.01)
-    except KeyboardInterrupt:
-        print('interrupted', flush=True)
-        sys.exit(7)
-"""
-
-
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "method, doing", [("fork", "computes"), pytest.param("spawn", "runs", marks=pytest.mark.slow)]

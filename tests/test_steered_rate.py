@@ -60,6 +60,17 @@ def test_a_steered_learner_goes_on_exactly(kind):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("lr_kl", [None, 1e-6])
+def test_another_rate_begins_anew(lr_kl):
+    "As in a fork with another `lr`, which was ignored; also of a run whose rate was not steered."
+    agent = learner_of(PPO, lr=1e-3, lr_kl=lr_kl)
+    batch = batches_of(agent, 1)[0]
+    agent.update(batch)
+    forked = learner_of(PPO, lr=1e-5, lr_kl=1e-6)
+    forked.load_state_dict(copy.deepcopy(agent.state_dict()))
+    assert forked.optimizer.param_groups[0]["lr"] == 1e-5
+
+
 def test_the_critic_keeps_a_rate_of_its_own():
     agent = learner_of(PPO, lr=1e-2, critic_lr=5e-3, lr_kl=1e-6)
     agent.update(batches_of(agent, 1)[0])

@@ -121,6 +121,7 @@ class SteeredRate(Options):
         groups = self.steered_groups()
         for group in groups:
             group["lr"] = min(max(group["lr"] * factor, 1e-6), 1e-2)
+            group["steered_from"] = self.lr
         return {"lr": groups[0]["lr"]} if groups else {}
 
     def set_rates(self: Any) -> dict:
@@ -139,13 +140,16 @@ class SteeredRate(Options):
         return super().set_rates()  # pyright: ignore[reportAttributeAccessIssue]
 
     def load_state_dict(self: Any, state: dict) -> None:
-        "As `ScheduledLearner.load_state_dict`; a steered rate goes on from that of the state."
+        """As `ScheduledLearner.load_state_dict`; a steered rate goes on from that of the state.
+
+        It begins anew where `lr` is another one than it began with, as in a fork with another `lr`.
+        """
         super().load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
         if self.lr_kl is None:
             return
         saved_groups = state["optimizer"]["param_groups"]
         for (group, name), saved in zip(self.rates(), saved_groups, strict=True):
-            if name == "lr":
+            if name == "lr" and saved.get("steered_from") == self.lr:
                 group["lr"] = saved["lr"]
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #591ca3ac
