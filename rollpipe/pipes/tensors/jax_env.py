@@ -62,13 +62,13 @@ class JaxEnv(TensorEnv):
         self.device = "cuda" if is_gpu else "cpu"
 
         def begin(key):
-            "The keeping of one environment in its first state, and the first observation."
+            "`(key, state, number of steps)` of one environment, and its first observation."
             key, of_reset = jax.random.split(key)
             state, obs = reset(of_reset)
             return (key, state, jax.numpy.int32(0)), obs
 
         def advance(carried, act):
-            "One step of one environment, and the next episode if this one is over."
+            "One step of one environment; the next episode begins if this one is over."
             key, state, n_steps = carried
             key, of_step, of_reset = jax.random.split(key, 3)
             state, last_obs, rew, terminated, info = step(of_step, state, act)
