@@ -70,6 +70,7 @@ def content(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("more", [{}, dict(eval_every=1), dict(eval_every="512 steps")])
 def test_a_resume_asks_for_the_address(trained, tmp_path, capsys, more):
     run = changed(trained, tmp_path / "run", reading="ray", address=EVIL, steps=1024, **more)
@@ -104,6 +105,7 @@ def test_a_training_takes_no_address_from_an_ask(trained, tmp_path):
         changes._with_wish(run, dict(set=dict(reading="ray", address=EVIL)), None)
 
 
+@pytest.mark.slow
 def test_a_repetition_needs_no_cluster(stranger, trained, tmp_path):
     assert rollpipe("verify", stranger, "--updates", 1) == 0
     assert rollpipe("replay", stranger, "--update", 2) == 0

@@ -210,7 +210,7 @@ def test_a_memory_keeps_signs():
         replayed(Scores, actor, reward_scale="learn")
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "vtrace"])
 def test_a_shared_network_learns_resumes_and_is_evaluated(algorithm, tmp_path):
     words = [

@@ -369,6 +369,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capfd)
     assert re.search(told, capfd.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_specification_does_not_make_us_import_a_module_and_goes_on_with_the_same_run_command(
     tmp_path,
 ):

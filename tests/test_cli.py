@@ -834,6 +834,7 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
     assert load_run(run).counters["steps"] == read_metrics(run)["steps"][-1]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
     run = tmp_path / "run"
@@ -859,6 +860,7 @@ def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(
     assert left == [True, False]
 
 
+@pytest.mark.slow
 def test_nohup_is_respected(tmp_path):
     run = tmp_path / "run"
     with process(f"{ENDLESS} --out {run}", ignored=[signal.SIGHUP]) as child:
@@ -899,7 +901,7 @@ def test_a_broken_pipe_that_is_not_that_of_the_output(monkeypatch, capsys):
     assert rollpipe("list") == 2 and "of a server of mine" in capsys.readouterr().err
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the streams")
 @pytest.mark.parametrize("more", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(more):
@@ -925,6 +927,7 @@ gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "words", ["Island-v0 --import island", "island:Island-v0"], ids=["import", "in the id"]
 )
@@ -1027,6 +1030,7 @@ def load_run_in(folder, run):
     return load_checkpoint(folder / run / "checkpoint.safetensors").counters["steps"] // 128
 
 
+@pytest.mark.slow
 def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_run_command(tmp_path):
     (tmp_path / "island.py").write_text(ISLAND)
     (tmp_path / "run-s1").write_text("a file, where the folder should be")

@@ -50,6 +50,7 @@ def test_environments_have_the_time_to_close(grace, n_closed, tmp_path):
     assert len(list(tmp_path.iterdir())) == n_closed
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_for_one_worker():
     "More than a connection holds: they are sent in parts."
     with DataLoader2(

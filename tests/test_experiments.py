@@ -80,7 +80,7 @@ def steps_of(run):
     return load_run(run).counters["steps"]
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", ["terminal", "kill"])
 def test_ctrl_c_stops_all_after_saving_and_one_command_continues_all(tmp_path, sends):
     runs = [tmp_path / f"a-s{n}" for n in range(3)]
@@ -109,6 +109,7 @@ def test_ctrl_c_stops_all_after_saving_and_one_command_continues_all(tmp_path, s
     assert all(x["steps"] >= steps and x["resumes"] == 0 for x in counters)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the guard needs pidfd_open")
 def test_runs_do_not_outlive_an_experiment_that_is_killed(tmp_path):
     files = [tmp_path / f"a-s{n}" / "metrics.jsonl" for n in (0, 1)]

@@ -307,6 +307,7 @@ class Spaced(Actor):
         )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize(
     "keys, name, one, other",

@@ -117,6 +117,7 @@ def test_new_runs_are_added_and_replace_earlier_ones(made):
     assert "options" not in Path("results/report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_row_that_would_be_lost_is_an_error(made):
     Path("some.toml").write_text(SPEC.replace('"NPG"', '"Natural"'))
     told = "rows that the specification does not have.*'CartPole-v1', 'NPG'"
@@ -145,6 +146,7 @@ def test_what_auto_has_become_and_versions_may_differ(made):
     assert extended() == ["TRPO-CartPole-v1-s1"]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ["config.json", "evaluations.jsonl"])
 def test_a_damaged_run_is_an_error(made, name):
     make_run(RUN / NAMES[0], [2.0, 3.0, 4.0])

@@ -130,6 +130,7 @@ def parameters(cells):
     ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("row, column", parameters(here()))
 def test_here_and_by_workers_that_are_no_processes(row, column):
     check(row, column)

@@ -176,6 +176,7 @@ def recorded(folder, items, compress=False):
     return item_files(folder)
 
 
+@pytest.mark.slow
 def test_a_compressed_recording_takes_as_much_memory_as_its_size_allows(tmp_path, capsys):
     (file,) = recorded(tmp_path / "a", [np.zeros(3)])
     data = file.path.read_bytes()

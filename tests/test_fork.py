@@ -66,6 +66,7 @@ def dqn(gallery, tmp_path):
 # -- equal to the parent -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name, at", [("ppo", 1), ("ppo", 7), ("dqn", 17), ("trpo", 7)])
 def test_a_fork_has_what_its_parent_had_then(name, at, gallery, tmp_path):
     parent = gallery.original(name)

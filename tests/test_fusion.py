@@ -122,7 +122,7 @@ def assert_same_outcome(make, **options):
 # --- the stream
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(
@@ -170,6 +170,7 @@ class Changing(MLPPolicy):
         return act, hx, info
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("mode", ["graph", "lists"])
 @pytest.mark.parametrize("n_steps", [8, 150])
 def test_an_actor_that_begins_to_read_more_or_to_run_with_torch(mode, n_steps):

@@ -162,7 +162,7 @@ def test_the_last_batches_are_made_of_the_lanes_that_are_left():
         assert sum(x.n_envs for x in ending(n)) == 2 * (1 + 2 + 3 + 4)
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
 def test_with_networks_whose_weights_change(engine):
     "Versions, the recurrent state and the normaliser, too; nothing changes in what is kept."

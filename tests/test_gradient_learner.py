@@ -20,6 +20,7 @@ from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("shape", [(10, 10, 4), (4, 10, 10), (36, 36, 3), (2, 36, 36)])
 def test_steps_are_adams_whatever_the_layout_of_a_gradient_is(shape):
     "The gradient of a convolution has the layout of its input, and torch's fused kernel would take it for that of the weights."

@@ -10,6 +10,7 @@ from gallery import quietly, refused
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.runs import Wish, fork, resume, start
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.mailbox import Mailbox
 from rollpipe.settings.config import make_config
 from rollpipe.traces.history import HISTORY, REQUEST, History, config_at, read_request
 
@@ -36,7 +37,9 @@ def trained(run, edits=None, stop_at=None):
             path.write_text(json.dumps(dict(set=changes)))
         return Wish(stop="enough") if record["updates"] == stop_at else None
 
-    quietly(run, callbacks=[after])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailbox, "EVERY", 0.0)  # it looks after each update, however quick
+        quietly(run, callbacks=[after])
     return run.folder
 
 

@@ -116,6 +116,7 @@ def test_an_open_episode_goes_on_in_a_resumed_run(plain, tmp_path):
         np.testing.assert_array_equal(one[name], two[name])
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_edited_and_forked_with_the_numbers_of_its_infos(plain, tmp_path):
     "The fork begins between two checkpoints, and within episodes."
     assert verify(plain).is_equal
@@ -197,6 +198,7 @@ def test_the_numbers_of_all_ranks_are_joined(monkeypatch):
     np.testing.assert_allclose(found, [of_step, of_episode])
 
 
+@pytest.mark.slow
 def test_the_live_page_draws_them(plain, tmp_path):
     without = trained(tmp_path / "run", config_of(info=None))
     assert view(plain).count("<svg") == view(without).count("<svg") + len(NAMES)

@@ -319,6 +319,7 @@ def test_the_command_trains_and_evaluates(python, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.slow
 def test_another_nbdev_project_finds_what_it_may_link_to(python, tmp_path):
     (tmp_path / "settings.ini").write_text(
         "[DEFAULT]\nrepo = other\nlib_path = other\nuser = u\nauthor = a\nbranch = main\n"

@@ -172,6 +172,7 @@ def test_vectors_of_processes_give_the_transitions_of_single_environments(kind):
         check_kind(kind, env, actor, PLANS, 4)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", [*OTHERS, *WRITTEN])
 @settings(deadline=None, max_examples=8)
 @given(

@@ -80,6 +80,7 @@ def test_the_stream_of_every_world_is_the_serial_one(world, Reading):
     assert_same(found, serial(world))
 
 
+@pytest.mark.slow_but_one
 @each_crew
 @settings(deadline=None, max_examples=8)
 @given(
@@ -102,6 +103,7 @@ def test_the_stream_does_not_depend_on_who_answers_when(Reading, speeds, lag, wo
         assert_same(found, stream(joined, None, 4))
 
 
+@pytest.mark.slow_but_one
 @each_crew
 @settings(deadline=None, max_examples=8)
 @given(speeds=st.integers(0, 10**6), lag=st.integers(0, 3) | st.none(), workers=st.integers(1, 3))
@@ -140,6 +142,7 @@ MOMENTS = [(workers, worker) for workers in (1, 2) for worker in range(workers)]
 LAGS = [("processes", 0), ("processes", 2), ("Ray", 1)]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("workers, worker", MOMENTS)
 @pytest.mark.parametrize(
     "kind, crew, lag",
@@ -269,6 +272,7 @@ def test_a_worker_that_dies_at_its_start():
 # --- silence
 
 
+@pytest.mark.slow_but_one
 @each_crew
 @pytest.mark.parametrize("order, lag", [("canonical", 0), ("canonical", 2), ("ready", None)])
 @pytest.mark.parametrize("item", [0, 2])
@@ -305,6 +309,7 @@ def test_silence_is_told_after_its_time_and_then_each_time_after_twice_as_long(
 # --- states
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("crew, lag", LAGS)
 def test_a_stream_goes_on_from_the_state_after_any_item(crew, lag):
     "With what was collected in advance; also with another number of workers."

@@ -696,6 +696,7 @@ def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):
     assert run.counters["steps"] >= 9000 and run.config["options"]["clip"] == 0.1
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_stranger_calls_nothing(gallery, tmp_path, monkeypatch):
     "It names any function, and modules that are imported anyway. Only the user names modules whose functions are called."
     called = []

@@ -452,6 +452,7 @@ for cell in cells.split('---'): exec(compile(cell, '<cell>', 'exec'), vars(main)
     assert out.splitlines() == ["[1.0, 2.0, 3.0, 1.0, 2.0] [3]"] and err == ""
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_a_live_loader(tmp_path):
     "Forked workers, in the middle of a long step, a generator abandoned at the top level: no orphan, no complaint, and soon."
     code, out, err = done(

@@ -281,6 +281,7 @@ def resumed_items(pipe, n, state=None):
     return list(islice(items, n)), items
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("edge, compress", [*zip(RECORDED, [False, True] * 3)])
 def test_what_is_recorded_comes_out_though_the_stream_is_resumed_at_any_item(
     edge, compress, tmp_path

@@ -217,6 +217,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("arrivals", ARRIVALS)
 @pytest.mark.parametrize(
     "options, with_chunks", [*((x, False) for x in OPTIONS), (OPTIONS[3], True)], ids=str

@@ -204,6 +204,7 @@ def worktrees(repository):
     return git(repository, "worktree", "list").splitlines()
 
 
+@pytest.mark.slow
 def test_a_changed_default_is_named(repository):
     with open(repository / "rollpipe/pipes/__init__.py", "a") as file:
         file.write("\nfrom functools import partial\non_policy = partial(on_policy, gamma=0.98)\n")
@@ -217,6 +218,7 @@ def test_a_changed_default_is_named(repository):
     assert len(worktrees(repository)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_behind(repository, number):
     with script(repository, "--only", "gradients", "streams") as run:

@@ -92,6 +92,7 @@ def share_of_right_actions(critic_sees):
     return logits.softmax(-1)[0].diagonal()
 
 
+@pytest.mark.slow
 def test_the_actor_learns_only_beside_a_critic_that_sees_the_luck():
     assert share_of_right_actions(None).min() > 0.9
     assert share_of_right_actions(["cue"]).min() < 0.75
@@ -108,6 +109,7 @@ def test_the_stream_is_the_same_in_both_engines():
     assert torch.equal(fragment("onnxruntime").state.act, expected.state.act)
 
 
+@pytest.mark.slow
 def test_a_robot_gives_what_the_actor_sees(tmp_path):
     actor = MLPPolicy.for_env(Luck, seed=0, sees=["cue"])
     obs, _ = Luck().reset(seed=0)

@@ -85,6 +85,7 @@ def test_values_stay_when_the_scale_of_returns_changes(kind):
     torch.testing.assert_close(critic(obs), before, rtol=1e-3, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_a_function_of_both_inputs():
     critic = ActionCritic.for_env((OBS, ACT), hidden=(32, 32), network="simba", seed=0)
     optimizer = torch.optim.Adam(critic.parameters(), 1e-3)

@@ -274,7 +274,7 @@ class Model:
         return len(found)
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @each_kind
 @settings(deadline=None, max_examples=60)
 @given(

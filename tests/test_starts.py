@@ -92,6 +92,7 @@ def test_common_environments_do_not_disturb_one_another(name):
     assert keeper_for(lambda: gym.make(name)).alone is None
 
 
+@pytest.mark.slow
 def test_vectors_and_tensors_may_disturb_one_another_too():
     class Shared(CartPole):
         "All instances pay what the clock says, which belongs to the class."
@@ -196,6 +197,7 @@ def test_check_env_says_that_a_process_has_only_one(kind, caplog):
 # -- errors of close --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_error_of_close_is_a_warning_everywhere(tmp_path):
     "Whoever closes the environment."
     play = partial(evaluate, n_envs=1)

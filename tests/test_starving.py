@@ -119,6 +119,7 @@ def test_in_a_worker_the_log_says_so(make, tmp_path):
     assert len(lines) == 1 and "has read 256 items" in lines[0]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "pipe, n",
     [

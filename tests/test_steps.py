@@ -364,7 +364,7 @@ def of_resting(plans, n_steps, lanes, joined):
     return Steps(Lanes(FragmentCollector(ticks, n_steps), lanes, seed=0))
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [of_fragments, of_episodes, of_resting])
 @fast
 @given(

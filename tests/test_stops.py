@@ -159,7 +159,7 @@ class Killed(BaseException):
     "Stands for the end of the process."
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("place, name", [(Run, "save"), (History, "write")])
 def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     tmp_path, monkeypatch, place, name
@@ -181,7 +181,7 @@ def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     assert load_run(run.folder).history.stopped == found.history.stopped == run.history.stopped
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["training", "last", "best"])
 def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path, monkeypatch):
     whole = quietly(made(tmp_path / "whole", steps=256, **EVERY)).folder

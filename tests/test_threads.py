@@ -290,7 +290,7 @@ print(json.dumps([first, sorted(numbers), torch.get_num_threads()]))
 """
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [None, 2 * (os.cpu_count() or 1)])
 def test_a_pasted_loop(chosen):
     "In a fresh process, with the number of threads with which torch begins there, or one that is chosen before the import of rollpipe."

@@ -597,6 +597,7 @@ def test_the_weights_after_the_last_of_small_batches_are_compared(tmp_path):
     assert verify(a, 10).is_equal and diff(a, same).is_equal
 
 
+@pytest.mark.slow
 def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
     run = start(tmp_path / "run", configured())
     unlock(run.folder)
@@ -609,6 +610,7 @@ def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
     assert path.read_bytes() == (whole / JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lacks", [{}, dict(RND={})])
 def test_a_training_that_has_ended_is_resumed_and_not_trained_again(lacks, tmp_path):
     "Its folder is not locked any more. It was interrupted, or it could not begin."
@@ -691,6 +693,7 @@ def until(update):
     return lambda run, record: Wish(stop=record["updates"] == update)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "options, killed, every, last, told",
     [
@@ -778,6 +781,7 @@ def test_a_learner_that_differs_after_a_small_update_does_not_blame_collection(t
     assert "between the updates 7 and 9: .state." in message and "collection" not in message
 
 
+@pytest.mark.slow
 def test_what_was_not_compared_yet_outlives_another_kill(tmp_path, caplog):
     "And the journal of the run, which has been killed three times, is that of its twin."
     options = dict(steps=2400, options=TINY, checkpoint_every=6)

@@ -73,6 +73,7 @@ def test_training_accepts_the_preset(here, capsys):
     assert told in (here / PRESET).read_text()
 
 
+@pytest.mark.slow
 def test_the_printed_command_trains_an_environment_that_a_module_registers(
     here, curves, monkeypatch, capsys
 ):
@@ -217,7 +218,7 @@ def test_a_poor_curve_ends_early(curves, seeds):
     assert [len(x.intermediate_values) for x in trials[5:]] == [3, 3]
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_interrupt_keeps_what_is_over_and_writes_the_best(here, curves, capsys, at):
     begun = []
@@ -327,6 +328,7 @@ def test_an_option_that_is_not_read_is_not_searched(words, is_searched):
     assert ("target_every" in tune.Search(args).space) == is_searched
 
 
+@pytest.mark.slow
 def test_the_seed_decides_what_is_tried(here):
     from rollpipe.tuning.tune import Range
 

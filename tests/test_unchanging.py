@@ -241,6 +241,7 @@ def test_the_contract_asks_in_evaluation_mode():
     assert check_actor(actor, Counting) == [] and actor.norm.training
 
 
+@pytest.mark.slow
 def test_an_attribute_that_changes_later_is_noticed(caplog):
     clock = {"now": 0}
 

@@ -116,6 +116,7 @@ def run(tmp_path, registered):
     return small_run(tmp_path / "run", "Pictures-v0", eval_every=1)
 
 
+@pytest.mark.slow
 def test_a_window_shows_as_many_episodes_as_asked_for(run, no_screen, capsys):
     episodes = [f"episode {k}: return 3.0, 3 steps" for k in (1, 2)]
     for more in ("", "--best", "--sample"):

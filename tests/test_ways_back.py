@@ -111,7 +111,7 @@ class Jitter(Pipe):
 JITTER = Jitter.inserter(after=Lanes)
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 13])
 def test_a_fork_that_repeats_its_run_from_the_start_has_the_same_noise(at, tmp_path):
     about = dict(steps=640, edits=[JITTER], checkpoint_every=20)
@@ -266,7 +266,7 @@ def test_a_resume_that_fails_leaves_every_file_of_the_folder_as_it_is(
     assert content(folder) == before
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("is_earlier", [False, True])
 def test_a_resume_writes_what_it_changes_with_its_first_update(is_earlier, rested, tmp_path):
     "And removes the checkpoints that are made again. A kill in this update loses nothing of it."

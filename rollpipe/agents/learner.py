@@ -527,9 +527,13 @@ class Learner(ScheduledLearner):
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.actor, SharedPolicy):
+            self._check_that_values_are_fitted()
+
+    def _check_that_values_are_fitted(self):
+        "Raise `DataError` if this learner fits no values. The actor reports some."
         needs_only_adv = "adv" in self.batch_needs and "ret" not in self.batch_needs
-        fits_no_values = self.critic is None and needs_only_adv
-        if fits_no_values and isinstance(self.actor, SharedPolicy):
+        if self.critic is None and needs_only_adv:
             raise DataError(
                 f"{type(self).__name__} would never fit the values that this policy reports",
                 leaf="actor",
@@ -543,6 +547,8 @@ class Learner(ScheduledLearner):
         Raises `DataError` as `check_batch` does.
         """
         begin_metrics = self.begin(batch)
+        if isinstance(batch.actor, dict) and "value" in batch.actor:
+            self._check_that_values_are_fitted()
         start = perf_counter()
 
         # The policy. Its normaliser changes after the batch was used.

@@ -12,6 +12,7 @@ from .policies import (
     GaussianPolicy,
     MLPPolicy,
     Policy,
+    SharedPolicy,
     SquashedPolicy,
 )
 from .q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
@@ -40,6 +41,7 @@ __all__ = [
     "RecurrentPolicy",
     "RecurrentQPolicy",
     "RunningNorm",
+    "SharedPolicy",
     "SquashedPolicy",
     "encoder_for",
     "head_for",

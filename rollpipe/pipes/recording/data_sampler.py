@@ -562,8 +562,8 @@ def from_data(
     Args:
         env: the environment whose spaces the data must fit, see `EnvStepper`; it is not stepped
         actor: the policy that learns; it does not act here
-        data: the folder of a `Recorder`, or that of a run that has recorded, or a pipe of
-            `Fragment`s that ends
+        data: the folder of a `Recorder`, or that of a run that has recorded; in Python also a pipe
+            of `Fragment`s that ends
         batch_size: transitions or segments in a sample
         length: steps of a segment; 1: single transitions
         reward_scale: factor of the rewards; 'returns': from the range of the returns, see
