@@ -1,23 +1,23 @@
 """Small wrong changes of the package (mutants), and which part of a suite notices them.
 
     python benchmarks/mutants.py list --out build/mutants.json               # 400 mutants, the same for the same seed
-    python benchmarks/mutants.py cover --out build/cover.json.gz             # the quick tests once, under coverage
+    python benchmarks/mutants.py cover --list build/mutants.json --out build/cover.json.gz    # the quick tests once
     python benchmarks/mutants.py run --list build/mutants.json --cover build/cover.json.gz --out build/mutants.csv
     python benchmarks/mutants.py report build/mutants.csv                    # by room; two files are compared
 
 `--suite FOLDER` (of `cover` and `run`) names a checkout whose tests/ and nbs/ are asked, and `--package FOLDER` one
-whose rollpipe/ is changed; both are this checkout otherwise. So two suites are compared on the same mutants.
+whose rollpipe/ is changed; both are this checkout otherwise. `--after RESULTS` asks only about the mutants that the
+suite of these results has left alive. So two suites are compared on the same mutants.
 
 A mutant changes an operator, a condition, a constant or two arguments, or it drops a call, an assignment or a raise
 (`mutants_source.py`). It is made in a copy of the tree: in the module, and in its notebook where the text is found.
-Then the notebook is run, and after it the quick tests that reach the changed line (`mutants_coverage.py`), the
-fastest first, at most 60 s of them, until one fails. What has killed a mutant for the first time must pass without any
+Then the notebook is run, and after it the quick tests that reach the statement (`mutants_marks.py`), the fastest
+first, at most 60 s of them, until one fails. What has killed a mutant for the first time must pass without any
 change, or it is left out from then on. Who takes more than 90 s of processor time has killed the mutant by time. Each
 mutant is a process that is forked by one which has imported torch.
 
 `run --resume` continues a file of results. `run --notebooks-only` needs no `cover`: what a notebook does not kill is
-pending, and a later `run --resume` asks the tests about it. `cover` needs coverage (`pip install coverage`), Linux and
-some minutes.
+pending, and a later `run --resume` asks the tests about it. `cover` needs Linux and as long as the quick tests.
 """
 
 import argparse
@@ -45,14 +45,14 @@ from typing import NamedTuple
 
 import mutants_source
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "__pycache__", ".*_cache", ".hypothesis"
 )
 NOT_ASKED = ("test_sync", "test_habits", "test_notebooks")  # they read texts, or run notebooks
 MODULE_TESTS = "tests/test_imports.py"  # asked for lines that run when a module is imported
 
-MOST_LISTED = 300  # tests that are kept for a line
 BUDGETS = (6, 54)  # seconds of tests, asked one after the other
 FILE_SECONDS = 0.3  # to collect a file of tests
 BUSY_LIMIT = 90  # seconds of processor time until a notebook or tests are ended
@@ -60,6 +60,7 @@ LIMIT = 240  # and seconds of the clock
 
 # Killed by the notebook, by tests, by time; not killed; the notebook alone was asked; the text is gone
 RESULTS = "notebook", "tests", "time", "survived", "not covered", "pending", "gone"
+LEFT = "survived", "not covered", "pending"
 FIELDS = "number", "room", "file", "line", "kind", "result", "by", "seconds", "before", "after"
 
 
@@ -77,16 +78,16 @@ def environment(folder, *more):
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 
 
-# ------------------------------------------------------------------ which test reaches which line
+# ---------------------------------------------------------------- which test reaches which mutant
+
+
+def name_of(module):
+    "`rollpipe.pipes.steps` of `rollpipe/pipes/steps.py`."
+    return module.removesuffix(".py").replace("/", ".")
 
 
 def cover(args):
-    "Run the quick tests once, and write which of them reach which line, and how long each takes."
-    try:
-        import coverage
-    except ImportError:
-        sys.exit("mutants.py cover needs coverage: pip install coverage")
-
+    "Run the quick tests once, and write which of them reach which mutant, and how long each takes."
     work = args.work
     shutil.rmtree(work, ignore_errors=True)
     tree = work / "tree"
@@ -95,29 +96,35 @@ def cover(args):
     make_tree(tree, args.suite, args.package)
     data.mkdir()
     hooks.mkdir()
-    hook = Path(__file__).with_name("mutants_coverage.py")
-    shutil.copyfile(hook, hooks / "sitecustomize.py")
+    shutil.copyfile(HERE / "mutants_marks.py", hooks / "sitecustomize.py")
+    shutil.copyfile(HERE / "mutants_source.py", hooks / "mutants_source.py")
 
-    tools = Path(coverage.__file__).resolve().parents[1]
-    env = {**os.environ, **environment(tree, hooks, tools)}
-    env["ROLLPIPE_COVERAGE"] = str(data)
-    env["ROLLPIPE_COVERAGE_SOURCE"] = str(tree / "rollpipe")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "sitecustomize",
-        "-p",
-        "no:cacheprovider",
-    ]
+    # name of a module -> (number, place) of its mutants
+    places = defaultdict(list)
+    left = left_by(args.after)
+    for number, mutant in enumerate(mutants_source.read(args.list)):
+        if left is None or number in left:
+            place = mutant.scope, mutant.statement, mutant.occurrence
+            places[name_of(mutant.file)].append((number, place))
+    (data / "places.json").write_text(json.dumps(places))
+
+    env = {**os.environ, **environment(tree, hooks), "ROLLPIPE_MUTANTS": str(data)}
+    command = [sys.executable, "-m", "pytest", "-q"]
+    command += ["-p", "sitecustomize", "-p", "no:cacheprovider"]
     command += ["--numprocesses", str(args.jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
     ignored = [f"--ignore=tests/{name}.py" for name in NOT_ASKED]
     subprocess.run([*command, *ignored, *args.tests], cwd=tree, env=env)
-    digest(data, tree / "rollpipe", args.out)
+    digest(data, args.out)
     if not args.keep:
         shutil.rmtree(work)
+
+
+def left_by(path):
+    "The numbers of the mutants that these results have left alive; None without results."
+    if path is None:
+        return None
+    results = {int(row["number"]): row["result"] for row in rows_of(path)}
+    return {number for number, result in results.items() if result in LEFT}
 
 
 def is_named_after(test, module):
@@ -125,17 +132,17 @@ def is_named_after(test, module):
     return Path(module).stem in test.partition("::")[0]
 
 
-def digest(data, package, out):
+def digest(data, out):
     "Write what the files in the folder `data` say as one file."
-    from coverage import CoverageData
-
-    # Seconds of the tests that have passed
-    seconds = {}
+    seconds = {}  # of the tests that have passed
     others = set()
+    reached_by = defaultdict(set)  # number of a mutant -> tests
     for file in data.glob("*.tests"):
         for line in file.read_text().splitlines():
             account = json.loads(line)
-            if "seconds" in account:
+            if "mutant" in account:
+                reached_by[account["mutant"]].add(account["test"])
+            elif "seconds" in account:
                 # The processor time does not depend on other work of the machine. A test that waits has little.
                 least = account["seconds"] / 4
                 seconds[account["test"]] = max(account["busy_seconds"], least)
@@ -143,32 +150,14 @@ def digest(data, package, out):
                 others.add(account["test"])
     seconds = {test: s for test, s in seconds.items() if test not in others}
 
-    # The tests of each line; a process that a test has started says which test this was
-    tests_of = defaultdict(lambda: defaultdict(set))
-    for file in data.glob("*.data"):
-        started_by = Path(f"{file}.test")
-        owner = started_by.read_text() if started_by.exists() else ""
-        measured = CoverageData(basename=str(file))
-        measured.read()
-        for name in measured.measured_files():
-            module = Path(name).relative_to(package.parent).as_posix()
-            for line, contexts in measured.contexts_by_lineno(name).items():
-                tests_of[module][line].update(context or owner for context in contexts)
-
     # Tests have numbers, the fastest the smallest; -1 stands for the import of a module
     names = sorted(seconds, key=lambda test: (seconds[test], test))
     number_of = {"": -1, **{name: n for n, name in enumerate(names)}}
-    lines = {}
-    for module, tests_of_line in tests_of.items():
-        named = {n for n, name in enumerate(names) if is_named_after(name, module)}
-        lines[module] = {}
-        for line, tests in tests_of_line.items():
-            numbers = sorted(number_of[test] for test in tests if test in number_of)
-            kept = [n for n in numbers if n in named][:MOST_LISTED]
-            kept += [n for n in numbers if n not in named][:MOST_LISTED]
-            lines[module][line] = sorted(kept)
-
-    content = {"tests": [[name, round(seconds[name], 3)] for name in names], "lines": lines}
+    reached = {
+        mutant: sorted(number_of[test] for test in tests if test in number_of)
+        for mutant, tests in reached_by.items()
+    }
+    content = {"tests": [[name, round(seconds[name], 3)] for name in names], "reached": reached}
     with gzip.open(out, "wt") as file:
         json.dump(content, file)
     print(f"{len(names)} tests have passed, {len(others)} have not: {out}")
@@ -181,13 +170,11 @@ class Coverage:
         with gzip.open(path, "rt") as file:
             content = json.load(file)
         self.tests = [(name, seconds) for name, seconds in content["tests"]]
-        self.lines = content["lines"]
+        self.reached = content["reached"]
 
-    def tests_of(self, module, lines):
-        "The (name, seconds) of the tests that reach one of the lines, in the order to ask them."
-        numbers = set()
-        for line in lines:
-            numbers.update(self.lines.get(module, {}).get(str(line), ()))
+    def tests_of(self, number, module):
+        "The (name, seconds) of the tests that reach a mutant, in the order to ask them."
+        numbers = self.reached.get(str(number), ())
         tests = {self.tests[n] for n in numbers if n >= 0}
 
         # What runs when the module is imported is not reached by a test alone.
@@ -309,7 +296,6 @@ def _prepared(function, tree, output):
     return function()
 
 
-HERE = Path(__file__).resolve().parent
 PASSED = 42
 
 
@@ -361,17 +347,16 @@ class Job:
         self.reliable = set()  # notebooks and tests that have passed without a change
         self.unreliable = set()
 
-    def judge(self, mutant, has_passed_notebook=False):
+    def judge(self, number, mutant, has_passed_notebook=False):
         """The (result, by) of a mutant; `has_passed_notebook` if its notebook need not be asked again.
 
         Without coverage no test is asked.
         """
         module = self.tree / mutant.file
         text = module.read_text() if module.exists() else ""
-        change = mutants_source.changed(mutant, text)
-        if change is None:
+        new_text = mutants_source.changed(mutant, text)
+        if new_text is None:
             return "gone", ""
-        new_text, lines = change
         texts = {module: (text, new_text)}
         is_in_notebook = False
         notebook = self.notebooks.get(mutant.file)
@@ -391,7 +376,7 @@ class Job:
         # The tests
         if self.coverage is None:
             return "pending", ""
-        tests = self.coverage.tests_of(mutant.file, lines)
+        tests = self.coverage.tests_of(number, mutant.file)
         for names in portions(tests):
             result = self._asked(texts, names, self._ask_tests)
             if result:
@@ -471,11 +456,12 @@ def run(args):
     else:
         add_row(args.out, dict(zip(FIELDS, FIELDS)))
     coverage = None if args.notebooks_only else Coverage(args.cover)
+    left = left_by(args.after)
     open_results = (None,) if args.notebooks_only else (None, "pending")
     waiting = [
         (n, mutant, results.get(n) == "pending")
         for n, mutant in enumerate(mutants)
-        if results.get(n) in open_results
+        if results.get(n) in open_results and (left is None or n in left)
     ]
     waiting = waiting[: args.most]
 
@@ -514,7 +500,7 @@ def work(folder, waiting, args, coverage):
         job = Job(folder, args.suite, args.package, coverage)
         for number, mutant, has_passed_notebook in waiting:
             began = time.monotonic()
-            result, by = job.judge(mutant, has_passed_notebook)
+            result, by = job.judge(number, mutant, has_passed_notebook)
             seconds = round(time.monotonic() - began, 1)
             row = dict(mutant._asdict(), number=number, result=result, seconds=seconds)
             row["by"] = by.removeprefix(f"{job.tree}/")
@@ -547,14 +533,12 @@ def rows_of(path):
 def report(args):
     "Print a table by room for each file of results, and what the last misses of the first."
     rows = [{row["number"]: row for row in rows_of(path)} for path in args.results]
-    common = set.intersection(*(set(r) for r in rows))
     for path, rows_of_file in zip(args.results, rows):
         counts = defaultdict(Counter)
-        for number in common:
-            row = rows_of_file[number]
+        for row in rows_of_file.values():
             for room in (row["room"], "all"):
                 counts[room][row["result"]] += 1
-        print(f"\n{path}: {len(common)} mutants\n")
+        print(f"\n{path}: {len(rows_of_file)} mutants\n")
         print(f"| room | mutants | {' | '.join(RESULTS)} |")
         print("|---" * (len(RESULTS) + 2) + "|")
         for room in sorted(counts, key=lambda room: (room == "all", room)):
@@ -564,9 +548,10 @@ def report(args):
     # Mutants that the first suite kills, and the last one does not
     if len(rows) > 1:
         print()
+        common = rows[0].keys() & rows[-1].keys()
         for number in sorted(common, key=int):
             first, last = rows[0][number], rows[-1][number]
-            if first["result"] in RESULTS[:3] and last["result"] not in RESULTS[:3]:
+            if first["result"] in RESULTS[:3] and last["result"] in LEFT:
                 change = f"{first['before']!r} -> {first['after']!r}"
                 place = f"{first['file']}:{first['line']}"
                 print(f"{place}: {change}: killed by {first['by']}, now {last['result']}")
@@ -597,8 +582,10 @@ def main():
     command.add_argument("--number", type=int, default=400)
     command.add_argument("--seed", type=int, default=0)
 
-    command = commands.add_parser("cover", help="which quick test reaches which line")
+    command = commands.add_parser("cover", help="which quick test reaches which mutant")
     command.set_defaults(function=cover)
+    command.add_argument("--list", type=path_of, required=True, help="what `list` has written")
+    command.add_argument("--after", type=path_of, help="mark only what these results left alive")
     command.add_argument("--out", type=path_of, required=True, help="a .json.gz file to write")
     command.add_argument("--suite", type=path_of, default=ROOT, help="the checkout of the tests")
     command.add_argument("--package", type=path_of, default=ROOT, help="the checkout to change")
@@ -613,6 +600,7 @@ def main():
     command.set_defaults(function=run)
     command.add_argument("--list", type=path_of, required=True, help="what `list` has written")
     command.add_argument("--cover", type=path_of, help="what `cover` has written")
+    command.add_argument("--after", type=path_of, help="judge only what these results left alive")
     command.add_argument("--notebooks-only", action="store_true", help="ask no tests")
     command.add_argument("--out", type=path_of, required=True, help="a CSV file to append to")
     command.add_argument("--suite", type=path_of, default=ROOT, help="the checkout of the tests")

@@ -355,7 +355,7 @@ def place_of(mutant, text):
 
 
 def changed(mutant, text):
-    "The text with this change, and the lines that may be measured for it; None if it is not there."
+    "The text with this change; None if its statement is not there."
     start = place_of(mutant, text)
     if start is None:
         return None
@@ -363,14 +363,12 @@ def changed(mutant, text):
     begin = start + mutant.offset
     end = begin + len(mutant.before.encode())
     assert content[begin:end].decode() == mutant.before
-    new = (content[:begin] + mutant.after.encode() + content[end:]).decode()
-    lines = {content[:place].count(b"\n") + 1 for place in (start, begin)}
-    return new, sorted(lines)
+    return (content[:begin] + mutant.after.encode() + content[end:]).decode()
 
 
 def differs(mutant, text):
     "Is the changed text another program, which Python can read?"
-    new, _ = changed(mutant, text)
+    new = changed(mutant, text)
     try:
         compile(new, mutant.file, "exec")
     except SyntaxError:
@@ -489,8 +487,8 @@ def changed_notebook(mutant, text):
         code = "".join(cell["source"])
         if cell["cell_type"] != "code" or not re.search(r"^#\|\s*exports?i?\b", code, re.M):
             continue
-        change = changed(mutant, code)
-        if change is not None:
-            cell["source"] = change[0].splitlines(keepends=True)
+        new_code = changed(mutant, code)
+        if new_code is not None:
+            cell["source"] = new_code.splitlines(keepends=True)
             return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
     return None
