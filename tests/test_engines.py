@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.util
 import logging
 import math
 import multiprocessing
@@ -609,7 +610,7 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
         match=r"EnvStepper, leaf engine: unknown engine. Expected 'torch' or 'onnxruntime' or 'auto', got 'jit'",
     ):
         rollouts("CartPole-v1", actor, engine="jit")
-    monkeypatch.setattr(checked_actor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ImportError, match=r"needs onnxruntime and onnx: pip install 'rollpipe\[fast\]'"
     ):

@@ -346,6 +346,7 @@ def test_from_a_run_to_a_loop_without_rollpipe(tmp_path, capsys):
     session = onnxruntime.InferenceSession(tmp_path / "run" / "policy.onnx")
     note = json.loads(session.get_modelmeta().custom_metadata_map["rollpipe"])
     assert (note["env"], note["inputs"]) == ("CartPole-v1", {"obs": ["float32", 2, 4]})
+    assert (note["seed"], note["steps"], note["updates"]) == (0, 512, 4)
     act = lambda obs, *_: int(session.run(None, {"obs": obs[None]})[0][0])
     actor = load_agent(tmp_path / "run").actor
     make = lambda: gym.make("CartPole-v1")

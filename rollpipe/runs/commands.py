@@ -261,7 +261,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
         )
     except EnvError as e:
         # The state which the environment had when the run was saved does not fit any more.
-        if e.problem.startswith("the state"):
+        if e.problem.startswith(("the state", "a replay of its actions")):
             words = ("fork", shown(run.folder), "--new-episodes", "--out", "OUT")
             command = command_line(run.config, *words)
             before = f"{e.expected}; or " if e.expected else ""
@@ -454,7 +454,9 @@ def export_command(run: str, best: bool = False, to: str = "onnx", out: str | No
     checkpoint = load_run(run, best)
     actor = policy_of(agent_of(checkpoint))
     path = Path(out or folder_of(run) / f"policy{format_named(to).suffix}")
-    note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
+    names = ("algorithm", "env", "env_kwargs", "seed")
+    note = {name: checkpoint.config[name] for name in names}
+    note |= {name: int(checkpoint.counters[name]) for name in ("steps", "updates")}
     is_checked = export_policy(actor, path, to, note)
 
     # What the file takes and gives, and whether it was compared

@@ -513,8 +513,8 @@ def journal_of(run: Any) -> Journal:
             raise DataError(
                 text,
                 leaf="exact",
-                expected="the numbers of its journal; or in Python, a run with "
-                "config['exact'] = False",
+                expected="the numbers of its journal; or `rollpipe fork "
+                f"{shown(run.folder)} --set exact=false --out OUT`, which need not be exact",
             )
         _log.warning(text)
         run.counters["inexact"] = 1

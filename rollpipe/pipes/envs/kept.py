@@ -474,7 +474,9 @@ class KeptActions(Kept):
         put_copies(self.parts, restore_object(capture(self.constructed)))
         yield from self._repeat(0)
         if self.crc != content["crc"]:
-            self._refuse(content, "it depends on more than its seed and its actions")
+            self._refuse(
+                content, "its code has changed, or depends on more than its seed and its actions"
+            )
 
     def _refuse(self, content, why):
         raise EnvError(
