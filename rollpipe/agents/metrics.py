@@ -225,7 +225,7 @@ OF_THE_LOOP = (
 def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
     """A record with more metrics.
 
-    Raises `DataError` if one of them is in the record already, or its name is taken.
+    Raises `DataError` if the name of one of them is in `record` already, or in `taken`.
 
     Args:
         record: metrics so far

@@ -203,8 +203,8 @@ def td_loss(
 ) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)` of action values, for any penalty of their errors.
 
-    The loss is `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows. `errors` `[T, B]` are the
-    means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the errors that are raised.
+    The loss is `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows. `errors` `[T, B]` are
+    `Gₜ - Q(sₜ, aₜ)`, averaged if an action has several values. See `td` for the exceptions.
 
     Args:
         fragment: [T, B]

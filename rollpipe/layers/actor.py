@@ -280,7 +280,7 @@ class Actor(torch.nn.Module):
         virtual: bool,
         noise: Any = None,
     ) -> tuple:
-        """`(act, hx, info)` for the states `[T, B, ...]`; the class says what they are.
+        """`(act, hx, info)` for the states `[T, B, ...]`. `Actor` explains arguments and results.
 
         Raises:
             TypeError: there is `noise`, but the actor has no `draw_noise`.

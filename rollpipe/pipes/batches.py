@@ -400,7 +400,10 @@ class SideBySide(Arena):
         return self.wholes[place][:, begin : begin + width]
 
     def completing(self) -> None:
-        "See `Destination`: the next fragment of the batch begins, for which all places are free."
+        """The present fragment has all its steps (see `Destination`).
+
+        All places are free for the next fragment of the batch.
+        """
         self.position += 1
         self.free = list(range(len(self.kinds)))
 

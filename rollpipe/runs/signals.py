@@ -51,7 +51,7 @@ def _is_noticed(handler) -> bool:
 
 @contextmanager
 def stop_signals(accepts: Callable = _is_noticed) -> Iterator[None]:
-    """In the block, let SIGTERM and SIGHUP raise an exception as Ctrl-C does, here `Stopped`.
+    """In the block, Ctrl-C, SIGTERM and SIGHUP all raise `Stopped`.
 
     Ignored signals (`nohup`) stay ignored.
 

@@ -365,13 +365,13 @@ def newly_inexact(stream: Stream, before: str | None, is_exact: bool) -> str | N
 
 
 def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
-    """Look whether a run has lost evaluations up to a checkpoint. If so, the log says it.
+    """Check whether evaluations before a checkpoint are missing in a run. If so, the log says it.
 
     Args:
         folder: folder of the run
         config: the configuration with which it goes on
-        counters: those of the checkpoint; `evaluations`, if it evaluates by steps: how many there
-            were before the last update
+        counters: those of the checkpoint; if the run evaluates by steps, `evaluations` is how many
+            evaluations there were before the last update
 
     Raises:
         DataError: some are lost, and `patience` counts them

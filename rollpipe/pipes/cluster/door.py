@@ -334,8 +334,8 @@ class _Connection:
     def end(self, pid: int) -> None:
         """Count one user less.
 
-        Without users, the connection ends, and with it a Ray started here. Does nothing in a forked
-        process.
+        The last user ends the connection, and a Ray that was started here ends with it. In a forked
+        process nothing happens.
         """
         if pid != os.getpid():
             return

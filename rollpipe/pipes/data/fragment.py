@@ -140,8 +140,8 @@ class TickSource:
         raise NotImplementedError
 
     def complete(self, act: Any, info: Any) -> Any:
-        """`info` `[T, n, ...]` with the entries that the actor can compute for many steps at once,
-        such as the log-probabilities of `act`.
+        """Add to `info` `[T, n, ...]` what the actor can compute for many steps at once, such as
+        the log-probabilities of `act`, and return the result.
 
         A collector calls this once for the rows of a fragment and once for its truncated ends. The
         result carries no gradients. By default nothing is added.
@@ -154,7 +154,7 @@ class TickSource:
 
         The next tick then stands for all of these steps, and `collected` has the rest. A collector
         calls this when a fragment begins, but only if it reads the stepper directly and neither
-        keeps ticks. By default nothing happens: False.
+        of the two keeps ticks. By default nothing happens: False.
 
         Args:
             rows: `pipes.envs.rows.Rows`

@@ -31,7 +31,8 @@ from ..data.errors import EnvError, PipeError, describe_exception
 def name_of(kind: Any) -> str:
     """Module and name of a class or function.
 
-    A spawned worker calls the module of the script that was started `__mp_main__`.
+    In a spawned worker, the module of the main script is named `__mp_main__`. Here it counts as
+    `__main__`, its name in the first process.
     """
     module = getattr(kind, "__module__", "")  # SWIG makes classes without one
     return f"{'__main__' if module == '__mp_main__' else module}.{kind.__qualname__}"

@@ -124,7 +124,8 @@ class TensorRows:
     def last(self) -> tuple:
         """Copies of the last row, `(state, term)`.
 
-        The next fragment begins with them, and the consumer may change this fragment.
+        The next fragment begins with this row. Copies are needed, because the consumer may change
+        the present fragment.
         """
         return nested.map(lambda x: x[-1].clone(), (self.state, self.term))
 

@@ -93,7 +93,9 @@ def is_tensor_source(source: Any) -> bool:
 
 
 class TensorFactory:
-    """Constructs the `TensorEnv` for an iteration, or lends a given one. Raises `EnvError`.
+    """Constructs the `TensorEnv` for an iteration, or lends `source` if that is one already.
+
+    Raises `EnvError`.
 
     Args:
         source: `TensorEnv`, or a function that returns one, with any of the parameters `n_envs` and
