@@ -12,7 +12,6 @@ from .policies import (
     GaussianPolicy,
     MLPPolicy,
     Policy,
-    SharedPolicy,
     SquashedPolicy,
 )
 from .q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
@@ -41,7 +40,6 @@ __all__ = [
     "RecurrentPolicy",
     "RecurrentQPolicy",
     "RunningNorm",
-    "SharedPolicy",
     "SquashedPolicy",
     "encoder_for",
     "head_for",
