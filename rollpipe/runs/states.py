@@ -481,9 +481,9 @@ def unexplained(changed: Differences, run: Any) -> Differences:
         changed: how the fingerprint differs from the last one that was kept
         run: a `Run`
     """
-    since = max(
-        (n for n in read_fingerprints(run.folder) if n < run.counters["updates"]), default=0
-    )
+    # The names of options, and "insert" for a pipe
+    kept = [n for n in read_fingerprints(run.folder) if n < run.counters["updates"]]
+    since = max(kept, default=0)
     names = set()
     for event in run.history.named("forked", "edited"):
         if event["at"] > since:
@@ -491,14 +491,19 @@ def unexplained(changed: Differences, run: Any) -> Differences:
     if not changed or not names:
         return changed
 
+    # Those that may change all of the graph
     of_graph = {"insert"}
     for option in [*options_for(run.config["algorithm"]), *RUN_OPTIONS]:
         if option.part == "pipeline" or option.changes == "with new episodes":
             of_graph.add(option.name)
-    explained = {f"{part}/{name}" for part in ("settings", "machine") for name in names}
-    if names & of_graph:
-        explained |= {path for path in changed if path.startswith("graph/")}
-    return Differences({path: pair for path, pair in changed.items() if path not in explained})
+    changes_graph = bool(names & of_graph)
+    surprises = Differences()
+    for path, pair in changed.items():
+        part, name, *_ = path.split("/")
+        is_explained = name in names or (part == "graph" and changes_graph)
+        if not is_explained:
+            surprises[path] = pair
+    return surprises
 
 # %% ../../nbs/runs/04_states.ipynb #bd50d897
 def difference_in_words(path: Path, before: Entry, now: Entry, after: int) -> str:
@@ -567,7 +572,7 @@ def journal_of(run: Any, is_told: bool = True) -> Journal:
         journal.open()  # also if the first update fails
     if journal.ends < n and is_told:
         _log.warning(
-            f"{shown(journal.path)} has lost what comes after update {journal.ends}; its checksums begin "
-            f"anew after update {n}"
+            f"{shown(journal.path)} has lost what comes after update {journal.ends}; its checksums "
+            f"begin anew after update {n}"
         )
     return journal
