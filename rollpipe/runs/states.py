@@ -482,8 +482,8 @@ def unexplained(changed: Differences, run: Any) -> Differences:
         run: a `Run`
     """
     # The names of options, and "insert" for a pipe
-    kept = [n for n in read_fingerprints(run.folder) if n < run.counters["updates"]]
-    since = max(kept, default=0)
+    updates = run.counters["updates"]
+    since = max((n for n in read_fingerprints(run.folder) if n < updates), default=0)
     names = set()
     for event in run.history.named("forked", "edited"):
         if event["at"] > since:
@@ -572,7 +572,7 @@ def journal_of(run: Any, is_told: bool = True) -> Journal:
         journal.open()  # also if the first update fails
     if journal.ends < n and is_told:
         _log.warning(
-            f"{shown(journal.path)} has lost what comes after update {journal.ends}; its checksums "
-            f"begin anew after update {n}"
+            f"{shown(run.folder / JOURNAL)} has lost what comes after update {journal.ends}; its "
+            f"checksums begin anew after update {n}"
         )
     return journal
