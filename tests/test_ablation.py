@@ -243,6 +243,8 @@ def test_what_cannot_work_is_named_before_anything_is_made(gallery, tmp_path, ca
     }.items():
         err = error_of(capsys, f"ablate {run} {words}")
         assert text in err, (words, err)
+    told = error_of(capsys, f"ablate {run} --at 3 --set n_envs=9")
+    assert "with which its state was made; or a new run" in told and "--new-episodes" not in told
     told = error_of(capsys, f"ablate {tmp_path}/no --at 3 --set clip=0.1")
     assert "there is no such run" in told and content(tmp_path) == before
 

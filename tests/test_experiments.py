@@ -48,7 +48,7 @@ def test_each_run_is_as_if_it_were_alone_and_the_end_compares_them(tmp_path, cap
     returns = [read_metrics(tmp_path / f"a-s{n}")["return_mean"] for n in (0, 1)]
     last = np.array([x[np.isfinite(x)][-1] for x in returns])
     spread = f"{last.mean():.1f} +- {last.std(ddof=1):.1f}"
-    assert f"last return: {spread} (mean, standard deviation over 2 seeds)" in out
+    assert f"last training return: {spread} (mean, standard deviation over 2 seeds)" in out
     for n in (0, 1):
         told = f"s{n}: trpo on CartPole-v1, seed {n}, preset CartPole-v1: 0 -> 384 steps"
         assert f"{told} in {tmp_path}/a-s{n}\n" in err
@@ -66,7 +66,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capfd):
     assert train(f"{tmp_path}/a/", "--seeds 0,1 --jobs 2 --quiet") == 2
     out, err = capfd.readouterr()
     assert load_run(tmp_path / "a-s1").counters["steps"] == 384
-    assert f"{tmp_path}/a-s1: last return" in out
+    assert f"{tmp_path}/a-s1: last training return" in out
     told = r"error: 1 of 2 runs failed; s0: .*a-s0.*continue with: rollpipe train .*--seeds 0,1 .*--continue\.?\n$"
     assert re.search(told, err)
     (tmp_path / "a-s0").unlink()

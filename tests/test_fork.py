@@ -418,6 +418,28 @@ def test_other_options_and_where_the_runs_part(tmp_path):
     assert load_run(again).history.origin["set"] == options
 
 
+def test_a_fork_of_a_complete_run_names_the_option_for_more_steps(ppo, tmp_path):
+    told = "would be complete. Expected more than 320, as by --steps, got 320"
+    refused(told, fork, ppo, tmp_path / "out", clip=0.1)
+
+
+def test_what_a_fork_changes_is_no_surprise(ppo, tmp_path, monkeypatch, caplog):
+    "The history has it, so the log tells other changes alone, and a repetition is named by its run."
+    out = fork(ppo, tmp_path / "out", 4, clip=0.1, gamma=0.9)
+    monkeypatch.setattr(np, "__version__", "9.9")
+    gone_on(out)
+    [message] = caplog.messages
+    assert message.startswith(f"{out} goes on, but not as it was: versions/numpy: ")
+    assert message.endswith("!= 9.9")
+
+    monkeypatch.chdir(tmp_path)
+    told = str(verify("out"))
+    assert len(caplog.messages) == 1
+    for name in ("out", "the repetition of out"):
+        assert f"\n{name} went on with another fingerprint after update 4: graph/" in told
+    refused("^leaf update: out has no such update", replayed_run("out", 99).__enter__)
+
+
 @pytest.mark.slow
 def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
     parent = trained(tmp_path / "run", "decay", 800)
@@ -474,7 +496,7 @@ IMPOSSIBLE = [
     ("lagging", dict(workers=0), "leaf workers: .*the stream of"),
     ("lagging", dict(order="ready"), "leaf order: .*the stream of"),
     ("sac", dict(first_temperature=0.5), "leaf first_temperature: .*or a new run, got 0.5"),
-    ("trpo", dict(log_std=0.3), "leaf log_std: .*"),
+    ("trpo", dict(log_std=0.3), "leaf log_std: .* no effect after the start; or a new run"),
 ]
 UNFIT = [(name, {key: x}, other(key)) for name, keys in UNFIT.items() for key, x in keys.items()]
 

@@ -416,7 +416,9 @@ def test_a_pipe_is_inserted(tmp_path, capsys):
     assert "RewardScaler" in str(diff(run.folder, run.folder))
     assert verify(run.folder, 20).is_equal
     sys.modules.pop("mailbox_edits")
-    assert "Expected --import mailbox_edits" in error_of(capsys, f"verify {run.folder}")
+    told = error_of(capsys, f"verify {run.folder}")
+    assert f"{run.folder}: its edit 'mailbox_edits:scaled' needs the module" in told
+    assert "Expected --import mailbox_edits" in told
     assert rollpipe(f"verify {run.folder} --import mailbox_edits") == 0
 
 

@@ -222,6 +222,13 @@ def test_seeds_of_evaluations_are_apart_from_those_of_the_training():
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_threshold_that_half_of_the_runs_reach_has_no_median(tmp_path, capsys):
+    folder = make_bench(tmp_path / "a", [[0.0, 0.0, 480.0], [0.0, 0.0, 470.0]], threshold=475.0)
+    out = reported(capsys, folder, f"--out {tmp_path / 'out'}")
+    (line,) = (line for line in out.splitlines() if line.startswith("| CartPole-v1"))
+    assert "475: reached by 1 of 2" in line, line
+
+
 def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
     runs = [[0.0, 480.0, 400.0 + 10 * seed] for seed in range(5)]
     folder = make_bench(tmp_path / "a", runs, [SOMEBODY])

@@ -7,6 +7,7 @@ import torch
 
 from rollpipe import A2C, PPO, Critic, MLPPolicy, on_policy
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs import make_config, start
 
 ENV = "CartPole-v1"
 
@@ -79,7 +80,17 @@ def test_the_critic_keeps_a_rate_of_its_own():
 
 
 @pytest.mark.parametrize("options", [dict(lr="linear:1e-3:0:10k"), dict(decay_steps=10_000)])
-def test_a_rate_follows_one_thing(options):
-    agent = learner_of(PPO, lr_kl=0.01, **options)
-    with pytest.raises(DataError, match="the learning rate cannot follow two things"):
+def test_a_rate_follows_one_thing(options, tmp_path):
+    "It is refused before a run has a folder, and when an option is changed later."
+    told = "the learning rate cannot follow two things"
+    with pytest.raises(DataError, match=told):
+        learner_of(PPO, lr_kl=0.01, **options)
+    config = make_config("ppo", "CartPole-v1", dict(lr_kl=0.01, **options), steps=1000)
+    with pytest.raises(DataError, match=told):
+        start(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
+
+    agent = learner_of(PPO, lr_kl=0.01)
+    agent.set_option("lr", "linear:1e-3:0:10k")
+    with pytest.raises(DataError, match=told):
         agent.update(batches_of(agent, 1)[0])

@@ -100,7 +100,9 @@ def test_the_printed_command_has_seeds_that_the_search_has_not_seen(
 ):
     curves(lambda options: [0.0])
     assert rollpipe(f"{POLE} --trials 1 --seeds {seeds}") == 0
-    assert f"--seeds {others}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"--seeds {others}" in out and "1 trial, of which 0 are over" in out
+    assert "1 trial, 0 failed" in out and "1 trials" not in out
 
 
 @pytest.mark.slow_but_one

@@ -124,12 +124,22 @@ class SteeredRate(Options):
             group["steered_from"] = self.lr
         return {"lr": groups[0]["lr"]} if groups else {}
 
-    def set_rates(self: Any) -> dict:
-        """As `ScheduledLearner.set_rates`.
+    def plan(self: Any) -> None:
+        """As `Changing.plan`.
 
         Raises:
             DataError: `lr` falls or follows a schedule, and is to follow the divergence, too.
         """
+        super().plan()  # pyright: ignore[reportAttributeAccessIssue]
+        self.check_steering()
+
+    def set_rates(self: Any) -> dict:
+        "As `ScheduledLearner.set_rates`. Raises as `plan` does, if an option was changed."
+        self.check_steering()
+        return super().set_rates()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def check_steering(self: Any) -> None:
+        "Raise `DataError` if the learning rate is to follow the divergence and something else."
         if self.lr_kl is not None and ("lr" in self.schedules or self.decay_steps):
             raise DataError(
                 f"{type(self).__name__}: the learning rate cannot follow two things",
@@ -137,7 +147,6 @@ class SteeredRate(Options):
                 expected="lr_kl=None, or lr without a schedule and decay_steps=0",
                 got=f"lr_kl={self.lr_kl}",
             )
-        return super().set_rates()  # pyright: ignore[reportAttributeAccessIssue]
 
     def load_state_dict(self: Any, state: dict) -> None:
         """As `ScheduledLearner.load_state_dict`; a steered rate goes on from that of the state.

@@ -97,7 +97,8 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
 
 # %% ../../nbs/agents/06_shared_options.ipynb #07d8119d
 # When an option may get another value in a run that goes on. What nobody declares never changes.
-Change = Literal["never", "with new episodes", "between updates", "by schedule"]
+# "at the start": it only sets a value with which learning begins.
+Change = Literal["never", "at the start", "with new episodes", "between updates", "by schedule"]
 
 
 def _field(default: Any, changes: Change, check: Callable) -> Any:
@@ -256,9 +257,9 @@ def may_change(function: Any) -> dict:
     A field of a class says it by its argument `changes`, and a parameter of a function by its
     annotation, such as `lam: Annotated[float, "between updates"]`.
     """
-    if isinstance(function, type):
-        return {name: metadata["changes"] for name, metadata in _declared(function).items()}
     when_of = {}
+    if isinstance(function, type):
+        when_of = {name: metadata["changes"] for name, metadata in _declared(function).items()}
     for parameter in signature_of(function).parameters.values():
         _, when = split_annotation(parameter)
         if when:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from sys import float_info
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium as gym
 import numpy as np
@@ -189,7 +189,7 @@ class MLPPolicy(Torso, Policy):
         action_space: gym.Space,
         *,
         std: str = "free",
-        log_std: float = 0.0,
+        log_std: Annotated[float, "at the start"] = 0.0,
         **torso: Any,
     ):
         super().__init__()

@@ -240,6 +240,7 @@ def _checked(run, at, options, metric):
                     f"a fork of {run}",
                     begun,
                     {name: x},
+                    may_begin_anew=False,
                 )
             except DataError as e:
                 raise DataError(

@@ -30,7 +30,7 @@ from rollpipe.runs.commands import (
     train_command,
 )
 from ..runs.locks import files_of_run
-from ..runs.logs import read_metrics
+from ..runs.logs import read_evaluations, read_metrics
 from ..runs.signals import uninterrupted
 from ..settings.config import build
 from ..settings.options import parse_seeds, typed, typed_command
@@ -238,21 +238,33 @@ def _last_return(folder):
     return finite[-1] if len(finite) else np.nan
 
 
+def _last_evaluation(folder):
+    "The mean of the last evaluation of a run's newest policy; `nan` if there is none."
+    means = [record["mean"] for record in read_evaluations(folder) if record["kind"] != "best"]
+    return means[-1] if means else np.nan
+
+
 def summary(folders: list) -> str:
-    """A text with the last return of each complete run, their mean and deviation, and the command
-    that draws them.
+    """A text with a return of each complete run, their mean and deviation, and the command that
+    draws them.
+
+    The return is that of the last evaluation if all runs have one, and else that of the training.
     """
-    returns = np.array([_last_return(folder) for folder in folders])
+    measure = "last evaluation"
+    returns = np.array([_last_evaluation(folder) for folder in folders])
+    if np.isnan(returns).any():
+        measure = "last training return"
+        returns = np.array([_last_return(folder) for folder in folders])
     lines = []
     for folder, x in zip(folders, returns):
         text = "none, for no episode has ended" if np.isnan(x) else f"{x:.1f}"
-        lines.append(f"{folder}: last return {text}")
+        lines.append(f"{folder}: {measure} {text}")
 
     # Over the runs in which an episode has ended
     known = returns[np.isfinite(returns)]
     if len(known) > 1:
         lines.append(
-            f"last return: {known.mean():.1f} +- {known.std(ddof=1):.1f} "
+            f"{measure}: {known.mean():.1f} +- {known.std(ddof=1):.1f} "
             f"(mean, standard deviation over {len(known)} seeds)"
         )
     lines.append(f"draw them:  {typed_command('rollpipe', 'plot', *folders)}")

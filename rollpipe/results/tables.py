@@ -139,9 +139,12 @@ def _needed(row: RowResult):
     steps = [steps_to(*run.curve, row.threshold) for run in row.complete]
     if steps:
         middle = float(np.median(steps))
-        text = format_number(int(middle)) if math.isfinite(middle) else "never"
         n_reached = sum(map(math.isfinite, steps))
-        text += f" ({n_reached} of {len(steps)})"
+        count = f"{n_reached} of {len(steps)}"
+        if math.isfinite(middle):
+            text = f"{format_number(int(middle))} ({count})"
+        else:
+            text = f"reached by {count}" if n_reached else f"never ({count})"
     return f"{short_number(row.threshold)}: {text}"
 
 

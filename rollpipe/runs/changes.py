@@ -71,7 +71,9 @@ def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
     return options
 
 
-def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
+def changed_run(
+    who: str, checkpoint: Checkpoint, options: dict, may_begin_anew: bool = True
+) -> tuple[Checkpoint, dict]:
     """The checkpoint of a run with other options, and those that are others.
 
     Where an option is declared, it says when it may change, see `Change`. Whether it can go on with
@@ -81,6 +83,7 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
         who: the run, for messages
         checkpoint: one of it; with a `stream` None, the run begins new episodes
         options: name -> value, of the algorithm or of the run
+        may_begin_anew: whether a message names a fork with new episodes as a way out
 
     Raises:
         DataError: an option cannot change any more
@@ -103,7 +106,14 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
 
     # Each of them by itself, and then all of them together.
     for name, x in changed.items():
-        _check_change(who, known[name], values[name], x, checkpoint.stream is None)
+        problem = _why_unchangeable(known[name], checkpoint.stream is None, may_begin_anew)
+        if problem:
+            raise DataError(
+                f"{who} cannot have another {name}",
+                leaf=name,
+                expected=f"{values[name]!r}, {problem}",
+                got=repr(x),
+            )
         if known[name].part == "learner":
             check_value(ALGORITHMS[algorithm].learner, known[name].param, x)
         config = config.having(**{name: x})
@@ -111,27 +121,27 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
     run_options({option.name: config[option.name] for option in BESIDE_PRESET})
     check_config(config)
     if config["steps"] <= checkpoint.counters["steps"]:
+        hint = "" if "steps" in changed else ", as by --steps"
         raise DataError(
             f"{who} would be complete",
             leaf="steps",
-            expected=f"more than {checkpoint.counters['steps']}",
+            expected=f"more than {checkpoint.counters['steps']}{hint}",
             got=str(config["steps"]),
         )
     return checkpoint._replace(config=config), changed
 
 
-def _check_change(who: str, option: Option, old: Any, new: Any, has_new_episodes: bool) -> None:
-    "Raise `DataError` if an option of a run cannot get another value."
-    needs_new_episodes = option.changes == "with new episodes"
-    if option.changes != "never" and (has_new_episodes or not needs_new_episodes):
-        return
-    way_out = "a fork with --new-episodes" if needs_new_episodes else "a new run"
-    raise DataError(
-        f"{who} cannot have another {option.name}",
-        leaf=option.name,
-        expected=f"{old!r}, with which its state was made; or {way_out}",
-        got=repr(new),
-    )
+def _why_unchangeable(option: Option, has_new_episodes: bool, may_begin_anew: bool) -> str | None:
+    "Why an option of a run cannot get another value, and the way out; None: it can."
+    match option.changes:
+        case "at the start":
+            return f"because {option.name} has no effect after the start; or a new run"
+        case "never":
+            return "with which its state was made; or a new run"
+        case "with new episodes" if not has_new_episodes:
+            way_out = "a fork with --new-episodes" if may_begin_anew else "a new run"
+            return f"with which its state was made; or {way_out}"
+    return None
 
 # %% ../../nbs/runs/09_changes.ipynb #f5c8acc4
 def take_over(run: Any, edited: Any) -> None:

@@ -425,12 +425,24 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     missing = [module for module in needed_modules(config) if module not in sys.modules]
     if builds and missing:
         words = " ".join(f"--import {module}" for module in missing)
+        who, in_python = _needs(config, missing[0])
         raise CheckpointError(
-            f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot "
+            f"{shown(path)}: {who} needs the module {missing[0]!r}, which a file alone cannot "
             "make us import",
-            expected=f"{words} (in Python: import it)",
+            expected=f"{words} (in Python: {in_python})",
         )
     return checkpoint._replace(config=Resolved(config), history=History(checkpoint.history or ()))
+
+
+def _needs(config: dict, module: str) -> tuple[str, str]:
+    "What of a run needs a module, and how Python imports it."
+    for edit in config.get("inserts", []):
+        if str(edit["insert"]).partition(":")[0] == module:
+            return (
+                f"its edit {edit['insert']!r}",
+                f"allow_edits({module!r}) of rollpipe.settings.config",
+            )
+    return "its environment", "import it"
 
 
 def _has(part: Any, *names: str) -> bool:

@@ -278,7 +278,7 @@ def fork(
             `max_kl=0.02` or `steps=100_000`
 
     Returns:
-        Path: `out`
+        Path: the absolute path of `out`
 
     Raises:
         DataError: the run cannot be repeated exactly, or has not made so many updates, or an option

@@ -102,7 +102,7 @@ def checkpoint_before(
         reason = "several ranks learn together"
     if reason:
         way = "an exact run; or --crash, if an update of it failed" if is_next else "an exact run"
-        raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
+        raise DataError(f"{shown(folder)} cannot be repeated", expected=way, got=reason)
 
     # The last update is in the checkpoint, or only in the journal or the metrics after a kill.
     lines = read_journal(folder / JOURNAL)
@@ -114,7 +114,10 @@ def checkpoint_before(
     n = update + 1 if is_next else update
     if not (isinstance(n, Integral) and 1 <= n <= last):
         raise DataError(
-            f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n)
+            f"{shown(folder)} has no such update",
+            leaf="update",
+            expected=f"1 to {last}",
+            got=str(n),
         )
 
     # A resume may have begun new episodes. The checkpoint is one of the same stretch.
@@ -130,14 +133,14 @@ def checkpoint_before(
     if first.stream:
         origin = first.history.origin
         raise DataError(
-            f"{folder} is a fork, and did not make this update itself",
+            f"{shown(folder)} is a fork, and did not make this update itself",
             leaf="update",
             got=str(n),
             expected=f"{origin['at'] + int(is_next)} to {last}, or the run {origin['run']}",
         )
     if resumes:
         raise DataError(
-            f"{folder} cannot be repeated from its start",
+            f"{shown(folder)} cannot be repeated from its start",
             expected="a checkpoint before the update (--keep)",
             got=f"{resumes} times new episodes, when it was resumed",
         )
@@ -355,7 +358,7 @@ def _iterated(run: Run, lines: set, since: int | None) -> Iterator[Moment]:
     with (
         torch_threads(run.config["threads"]),
         reading(run) as (batches, _, graph),
-        journal_of(run) as updates.journal,
+        journal_of(run, is_told=False) as updates.journal,
     ):
         run.stream.begin(graph, *updates.accounts)
         updates.journal.open()  # also if no update follows; the folder is nobody else's
@@ -387,9 +390,9 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         DataError: the run cannot be repeated from its start, or its journal lacks some of these
             updates
     """
-    folder = Path(folder).absolute()
     check_integer("updates", updates)
     newest = load_run(folder)
+    folder = Path(folder).absolute()
     config = newest.config
     first = first_checkpoint(folder, newest)
     last = _last_verified(folder, newest, first, updates)
@@ -398,13 +401,19 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         if first.stream is not None and (folder / "replay").exists():
             shutil.copytree(folder / "replay", home / "replay", copy_function=_symbolic_link)
         with moment(folder, last, *edits, home=home, begin=first) as repeated:
-            difference = diff(shown(folder), repeated.run.folder)
+            difference = _difference(folder, repeated.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         difference.notes.append(
             f"with lag={config['lag']} and order={config['order']}, the stream depends on the "
             "speed of the workers"
         )
     return difference
+
+
+def _difference(folder: Path, again: Path) -> RunDifference:
+    "How a run and its repetition, which has a temporary folder, differ."
+    name = shown(folder)
+    return diff(folder, again, (name, f"the repetition of {name}"))
 
 
 def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates: int) -> int:
@@ -421,11 +430,11 @@ def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates:
     lines = [line for line in stretch if not line.since]
     if not lines:
         raise DataError(
-            f"{folder} cannot be repeated", expected="a journal from the first update on"
+            f"{shown(folder)} cannot be repeated", expected="a journal from the first update on"
         )
     if newest.config.get("ranks", 1) > 1:
         raise DataError(
-            f"{folder} cannot be repeated in one process",
+            f"{shown(folder)} cannot be repeated in one process",
             expected="a run of one rank",
             got=f"ranks={newest.config['ranks']}",
         )
@@ -435,7 +444,7 @@ def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates:
     most = max(stretch[-1].updates, newest.counters["updates"] if is_stretch else 0)
     if last < min(since + updates, most):
         raise DataError(
-            f"{folder} has lost lines of its journal",
+            f"{shown(folder)} has lost lines of its journal",
             leaf="updates",
             expected=f"at most {last - since}",
             got=f"{updates}, and checksums of the updates up to {last} of {most}",
@@ -450,9 +459,9 @@ def check_repeats(folder: Path, again: Path) -> RunDifference:
         folder: folder of the run
         again: folder of the repetition
     """
-    difference = diff(folder, again)
+    difference = _difference(folder, again)
     if difference.parting is not None:
-        raise DataError(f"{folder} does not repeat here\n{difference}")
+        raise DataError(f"{shown(folder)} does not repeat here\n{difference}")
     return difference
 
 
@@ -559,7 +568,7 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
                 if update > last:
                     return _compared(folder, run.folder, update, {})
                 raise DataError(
-                    f"{folder} does not repeat here: then, update {update} did not fail"
+                    f"{shown(folder)} does not repeat here: then, update {update} did not fail"
                 )
 
             # The caller has made the update with the learner. `learn` takes its metrics instead of
@@ -571,7 +580,9 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
         since = repeated.since
         start = "the start" if since is None else f"the checkpoint of update {since}"
         known = f"{update - 1 - (since or 0)} updates repeated from {start}"
-        yield NextUpdate(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
+        yield NextUpdate(
+            run.agent, batch, update, f"{known}\n{_difference(folder, run.folder)}", outcome
+        )
 
 
 def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
@@ -585,7 +596,9 @@ def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
         expected = repr(recorded[name])
         got = repr(float(metrics[name]))
         if expected != got:
-            raise DataError(f"{folder} does not repeat here", leaf=name, expected=expected, got=got)
+            raise DataError(
+                f"{shown(folder)} does not repeat here", leaf=name, expected=expected, got=got
+            )
 
     # The last line of a difference says up to which update the journals are equal, or that they
     # have no update in common. The latter is told only if there are no metrics to tell of.
@@ -603,7 +616,7 @@ def _failed(folder: Path) -> Iterator[NextUpdate]:
     path = folder.joinpath(*CRASH)
     if not path.exists():
         raise DataError(
-            f"{folder} has no update that failed",
+            f"{shown(folder)} has no update that failed",
             expected=f"{'/'.join(CRASH)}, which its training writes",
         )
 
@@ -634,7 +647,7 @@ def _failed(folder: Path) -> Iterator[NextUpdate]:
             )
         text = "{} (learner {})"
         raise DataError(
-            f"{folder}: the update does not repeat here",
+            f"{shown(folder)}: the update does not repeat here",
             expected=text.format(*then),
             got=text.format(*now),
         )

@@ -33,10 +33,11 @@ from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.lanes import learning_pipes
 from ..pipes.passes import keep_as, keep_environments
 from .logs import EVALUATIONS, read_evaluations
-from ..settings.config import check_lanes
+from ..settings.algorithms import options_for
+from ..settings.config import RUN_OPTIONS, check_lanes
 from ..settings.options import shown, typed_command
-from ..traces.differences import JOURNAL, keep_fingerprint, parting
-from ..traces.fingerprint import fingerprint, networks_of
+from ..traces.differences import JOURNAL, keep_fingerprint, parting, read_fingerprints
+from ..traces.fingerprint import Differences, fingerprint, networks_of
 from ..traces.history import History
 from ..traces.journal import Entry, Journal
 
@@ -45,7 +46,7 @@ _log = logging.getLogger("rollpipe")
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'check_order',
            'why_inexact', 'Stream', 'global_seed', 'exactness', 'newly_inexact', 'check_evaluations', 'resumed_stream',
-           'edits_due', 'difference_in_words', 'journal_of']
+           'edits_due', 'unexplained', 'difference_in_words', 'journal_of']
 
 # %% ../../nbs/runs/04_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -469,6 +470,41 @@ def edits_due(folder: Path, history: History) -> list:
     events = History.read(folder).named("edited", "due")
     return [{**event, "event": "edited"} for event in events[len(history.edits) :]]
 
+# %% ../../nbs/runs/04_states.ipynb #88715e1d
+def unexplained(changed: Differences, run: Any) -> Differences:
+    """The leaves of a changed fingerprint that the history of a run does not explain.
+
+    An option that a fork or an edit has changed explains the leaf with its name. If it belongs to
+    the pipeline, or needs new episodes, it explains the graph. So does a pipe that was inserted.
+
+    Args:
+        changed: how the fingerprint differs from the last one that was kept
+        run: a `Run`
+    """
+    # The names of options, and "insert" for a pipe
+    updates = run.counters["updates"]
+    since = max((n for n in read_fingerprints(run.folder) if n < updates), default=0)
+    names = set()
+    for event in run.history.named("forked", "edited"):
+        if event["at"] > since:
+            names |= set(event.get("set", ["insert"]))
+    if not changed or not names:
+        return changed
+
+    # Those that may change all of the graph
+    of_graph = {"insert"}
+    for option in [*options_for(run.config["algorithm"]), *RUN_OPTIONS]:
+        if option.part == "pipeline" or option.changes == "with new episodes":
+            of_graph.add(option.name)
+    changes_graph = bool(names & of_graph)
+    surprises = Differences()
+    for path, pair in changed.items():
+        part, name, *_ = path.split("/")
+        is_explained = name in names or (part == "graph" and changes_graph)
+        if not is_explained:
+            surprises[path] = pair
+    return surprises
+
 # %% ../../nbs/runs/04_states.ipynb #bd50d897
 def difference_in_words(path: Path, before: Entry, now: Entry, after: int) -> str:
     """How a training that makes an update once more differs from its first attempt.
@@ -484,15 +520,19 @@ def difference_in_words(path: Path, before: Entry, now: Entry, after: int) -> st
     return f"{shown(path)} does not go on as it did before: {where}"
 
 
-def journal_of(run: Any) -> Journal:
+def journal_of(run: Any, is_told: bool = True) -> Journal:
     """The journal of a run, in rank 0.
 
-    The fingerprint is kept before its first line; if a resumed run has another one, the log says
-    so. If it ends before the checkpoint, the log says so, too.
+    The fingerprint is kept before its first line; if a resumed run has another one that its history
+    does not explain, the log says so. If it ends before the checkpoint, the log says so, too.
 
     It compares the updates that an exact resume makes once more. If their numbers are others,
     `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint;
     otherwise the log says so, and the metric `inexact`.
+
+    Args:
+        run: a `Run`
+        is_told: False: a repetition, whose `diff` with its run tells what the log would say
     """
     if ranks.rank():
         return Journal(None, run.counters, {})
@@ -504,8 +544,9 @@ def journal_of(run: Any) -> Journal:
     present = fingerprint(run.pipe, run.agent, ranks=n_ranks, **ordering(config))
     keep = partial(keep_fingerprint, run.folder, n, present)
     changed = keep(is_written=False)
-    if changed:
-        _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
+    surprises = unexplained(changed, run)
+    if surprises and is_told:
+        _log.warning(f"{shown(run.folder)} goes on, but not as it was: {surprises}")
 
     def differs(*lines):
         text = difference_in_words(run.folder, *lines)
@@ -529,9 +570,9 @@ def journal_of(run: Any) -> Journal:
     )
     if n == 0 and not journal.path.exists():
         journal.open()  # also if the first update fails
-    if journal.ends < n:
+    if journal.ends < n and is_told:
         _log.warning(
-            f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin "
-            f"anew after update {n}"
+            f"{shown(run.folder / JOURNAL)} has lost what comes after update {journal.ends}; its "
+            f"checksums begin anew after update {n}"
         )
     return journal

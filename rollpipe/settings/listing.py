@@ -185,7 +185,8 @@ def option_lines(algorithm: str, known: list) -> list:
     rows = []
     for option in options_for(algorithm) + known:
         kinds = "|".join(option.kinds).lower()
-        rows.append((option.flag, kinds, option.default_text, option.help))
+        meaning = option.help.replace("None:", "none:")
+        rows.append((option.flag, kinds, option.default_text, meaning))
     return table_lines(rows)
 
 # %% ../../nbs/settings/03_listing.ipynb #c37c2a3f

@@ -120,6 +120,8 @@ class Option(NamedTuple):
     @property
     def default_text(self) -> str:
         "The default as it is typed."
+        if self.default is None:
+            return "none"
         is_tuple = isinstance(self.default, tuple)
         return ",".join(map(str, self.default)) if is_tuple else str(self.default)
 

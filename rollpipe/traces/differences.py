@@ -239,7 +239,7 @@ class RunDifference(NamedTuple):
         return "\n".join(lines)
 
 
-def _notes_of(folder, prints, entries):
+def _notes_of(name, prints, entries):
     "What has happened to a run, from its fingerprints and its journal."
     notes = []
     for n, before in zip(list(prints)[1:], prints.values()):
@@ -247,10 +247,10 @@ def _notes_of(folder, prints, entries):
             prints[n],
             *Fingerprint.FIXED,
         )
-        notes.append(f"{folder} went on with another fingerprint after update {n}: {changed}")
+        notes.append(f"{name} went on with another fingerprint after update {n}: {changed}")
     for old, new in zip(entries, entries[1:]):
         if new.resumes > old.resumes:
-            notes.append(f"{folder} was resumed after update {old.updates}, with new episodes")
+            notes.append(f"{name} was resumed after update {old.updates}, with new episodes")
     for e in entries:
         if e.edits:
             edits = "; ".join(
@@ -259,11 +259,11 @@ def _notes_of(folder, prints, entries):
                     e.edits,
                 )
             )
-            notes.append(f"{folder} was edited after update {e.updates}: {edits}")
+            notes.append(f"{name} was edited after update {e.updates}: {edits}")
     return notes
 
 
-def diff(a: str | Path, b: str | Path) -> RunDifference:
+def diff(a: str | Path, b: str | Path, names: tuple | None = None) -> RunDifference:
     """How two runs differ: their fingerprints, and the first update.
 
     Raises `DataError` if one of them has no journal, or a damaged one.
@@ -271,6 +271,7 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     Args:
         a: folder of a run
         b: folder of another one
+        names: what the notes call both runs; None: their folders
     """
     journals = [read_journal(Path(folder) / JOURNAL) for folder in (a, b)]
     prints = [read_fingerprints(folder) for folder in (a, b)]
@@ -280,20 +281,21 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     ends = [(x.since, x.updates) for x, _ in _common(*journals)]
     _, common = max(ends, default=(0, 0))
     notes = []
-    for folder, own_prints, entries in zip((a, b), prints, journals):
+    names = names or (a, b)
+    for name, own_prints, entries in zip(names, prints, journals):
         notes += _notes_of(
-            folder,
+            name,
             own_prints,
             entries,
         )
 
     # Up to the update where a run is forked from the other one, both are known to be equal.
     difference = parting(*journals)
-    for folder, other in ((a, b), (b, a)):
+    for name, folder, other in zip(names, (a, b), (b, a)):
         origin = History.read(folder).origin
         if origin is None:
             continue
-        notes.append(f"{folder} is {origin_in_words(origin)}")
+        notes.append(f"{name} is {origin_in_words(origin)}")
         is_of_other = os.path.realpath(origin["run"]) == os.path.realpath(other)
         if not difference or not is_of_other:
             continue

@@ -688,6 +688,10 @@ def _train_words(search):
     return typed_command(*words)
 
 
+def _trials(n):
+    return f"{n} trial{'s' * (n != 1)}"
+
+
 def _write(search, study):
     """Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials
     failed.
@@ -715,7 +719,7 @@ def _write(search, study):
     train = _train_words(search)
     comments = [
         f"{' '.join(texts)}: mean returns of {EPISODES} episodes after {config['steps']} steps, "
-        f"seeds {seeds}, the best of {len(trials)} trials of {search.args.algorithm}.",
+        f"seeds {seeds}, the best of {_trials(len(trials))} of {search.args.algorithm}.",
         f"Measure it afresh, with other seeds: {train}",
     ]
     text = preset_text(
@@ -727,7 +731,7 @@ def _write(search, study):
     how = "replaced" if search.out.exists() else "written"
     write_atomically(search.out, text.encode())
     return (
-        f"{len(trials)} trials, {len(errors)} failed; "
+        f"{_trials(len(trials))}, {len(errors)} failed; "
         f"best: trial {best.number}, return {best.value:.1f}; {search.out} {how}\n"
         f"train with it:  {train}"
     )
@@ -782,9 +786,9 @@ def _search(search):
     forget_running(study)
     n_over = len(ended_trials(study))
     n_missing = search.n_trials - n_over
-    count = f"{search.n_trials} trials, of which {n_over} are over"
+    count = f"{_trials(search.n_trials)}, of which {n_over} are over"
     if n_missing < 0:
-        count = f"{n_over} trials are over, and --trials asks for {search.n_trials}"
+        count = f"{_trials(n_over)} are over, and --trials asks for {search.n_trials}"
     print(
         f"{args.algorithm} on {args.env}: {count}, in {search.folder}",
         flush=True,

@@ -18,7 +18,14 @@ import rollpipe.ranks as ranks
 from ..critics import check_apart, parameters_of
 from ..gradient_learner import Adam, descend
 from .replay_learner import ReplayLearner, update_buffers, update_target
-from ..shared_options import ByAdam, check_range, integer, not_offered, number
+from rollpipe.agents.shared_options import (
+    ByAdam,
+    check_range,
+    integer,
+    not_offered,
+    number,
+    setting,
+)
 from ..td import check_weight, td_targets
 from ..unroll import fill_invalid, without_terminal_obs
 from ...layers.actor import must_define
@@ -511,7 +518,7 @@ class SoftLearner(ActionLearner):
     """
 
     temperature: float | None = number(None, changes="between updates")
-    first_temperature: float = 1.0
+    first_temperature: float = setting(1.0, changes="at the start")
     target_entropy: float | None = number(None, -float_info.max, changes="between updates")
     actor_needs = ("sample", "is_random")
     actor_kind = "a `rollpipe.layers.SquashedPolicy`"
