@@ -26,6 +26,7 @@ from rollpipe.pipes import (
     Lanes,
     ProcessReading,
     on_policy,
+    replayed,
     rollouts,
 )
 from rollpipe.pipes.envs.agents import Agents
@@ -492,6 +493,13 @@ def test_a_group_that_rests_has_no_part():
         ["many"],
         ["one", "many"],
     ]
+
+
+def test_batches_of_a_memory_are_not_divided_by_group():
+    actor = groups()[2]
+    batch = next(iter(replayed(make_play, actor, n_envs=None, capacity=64, batch_size=4, warmup=8)))
+    with pytest.raises(DataError, match="memory are not divided by group.*one learner for all"):
+        actor.parts(batch)
 
 
 def test_the_normalisers_of_critics_by_group_see_their_own_agents():
