@@ -286,8 +286,10 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
     loader.journal.mark()
     stream.chunks.sync()
     counters = dict(updates=update, batches=loader.journal.counters["updates"])
-    actors = [source.actor for source in find(loader.pipe, Acting)]
-    config["versions"] = [VersionCounter(actor, modules_in(actor)).version() for actor in actors]
+    config["versions"] = []
+    for source in find(loader.pipe, Acting):
+        counter = VersionCounter(source.actor, modules_in(source.actor))
+        config["versions"].append(counter.version())
     save_checkpoint(path, agent, config, counters, pipes=states_of(loader.pipe), stream=state)
 
     # Chunks that the new file does not name are removed.

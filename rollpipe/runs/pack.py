@@ -238,7 +238,8 @@ class Contents:
         n_terminated = int(self.episodes[:, 2].sum())
         lengths = np.concatenate([sums.length for sums, _ in self.account.lanes.values()])
         text = f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated"
-        yield "episodes", f"{text}; {(lengths > 0).sum():,} unfinished, {lengths.sum():,} steps"
+        n_unfinished = (lengths > 0).sum()
+        yield "episodes", f"{text}; {n_unfinished:,} unfinished, {lengths.sum():,} steps"
 
         # Episodes that are not in the distribution
         others = self.n_ends - n
