@@ -85,7 +85,9 @@ def test_episodes_are_those_that_were_played_on_every_edge(recipe, tmp_path):
             len(played),
             [],
         ), path
-        assert f"{running} unfinished" in str(found) and " in 2 lanes" in str(found)
+        steps_left = found.steps - int(found.episodes[:, 1].sum())
+        assert f"{running} unfinished, {steps_left:,} steps" in str(found)
+        assert " in 2 lanes" in str(found)
         assert found.steps == sum(int(f.valid.sum()) for f in Replayer(tmp_path / "Lanes"))
 
 

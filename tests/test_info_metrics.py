@@ -162,6 +162,26 @@ def test_an_info_that_nobody_reports_is_named_once(tmp_path, caplog):
     assert "No environment has reported the info csot" in said and "numbers: cost, solved." in said
 
 
+def test_episodes_that_last_leaves_out_are_counted_once(caplog):
+    "A mean over successes alone would be a rate of 1."
+
+    class Successes(Reports):
+        def step(self, action):
+            *answer, info = super().step(action)
+            if not info.get("solved", True):
+                del info["solved"]
+            return *answer, info
+
+    infos = EpisodeInfos(["cost", "solved"])
+    actor = MLPPolicy.for_env("Reports-v0")
+    for _, batch in zip(range(4), rollouts(Successes, actor, n_envs=2, n_steps=N_STEPS)):
+        infos.add(batch)
+    assert infos.metrics()["info/solved_last"] == 1
+    (said,) = [r.message for r in caplog.records if "solved_last" in r.message]
+    assert "The last steps of 2 of 4 episodes did not report the info solved" in said
+    assert "Report it in the last step of every episode, a failure as False or 0." in said
+
+
 def test_data_have_no_infos(tmp_path):
     trained(tmp_path / "run", config_of(record=True))
     data = dict(data=str(tmp_path / "run/recording"), batch_size=8, hidden=(4,))

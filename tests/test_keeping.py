@@ -32,7 +32,7 @@ from hypothesis.extra import numpy as arrays
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.envs.factories import env_factories
-from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
+from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for, sampler
 from rollpipe.pipes.envs.kept import ActionLog, KeptActions, answer_checksum, restore_batch
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.keeping.copies import copies_of, env_parts, put_copies
@@ -475,6 +475,44 @@ def test_the_first_exact_way_is_taken(make, name):
     ) == states
     again = keeper_for(make)
     assert (again.name, list(again.failed)) == (keeper.name, list(keeper.failed))
+
+
+class Halving(World):
+    "Changes its action in place."
+
+    action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def step(self, action):
+        action *= 0.5
+        return super().step(action.item())
+
+
+class HalvingTensors(Tensors):
+    "Changes its actions in place, and holds an iterator, which cannot be copied."
+
+    action_space = gym.spaces.Box(-1, 1, ())
+
+    def __init__(self):
+        self.numbers = iter(range(100_000))
+
+    def step(self, act):
+        act *= 0.5
+        return super().step(act + next(self.numbers))
+
+
+def test_an_environment_that_changes_its_action_in_place_is_replayed():
+    check(Halving, "replay (episode)")
+    keeper = keeper_for(HalvingTensors)
+    assert keeper.name == "replay (all)", keeper.failed
+
+    # A replay leaves the log as it was, so one may follow another.
+    running = KeptEnv(HalvingTensors(), keeper)
+    running.do("reset", dict(seed=1))
+    running.play(sampler(running.env, 0), 0, 5, np.inf)
+    actions = running.kept.log.pack().clone()
+    for _ in range(2):
+        running = restored(HalvingTensors, keeper, stored(running.kept.state()))
+        assert torch.equal(running.kept.log.pack(), actions)
 
 
 @pytest.mark.parametrize("make", [Swarm, LateSwarm])

@@ -53,6 +53,30 @@ def dqn(env=POLE):
     ), DQN(actor)
 
 
+class Shrinking:
+    "A learner that the library does not know: it keeps weights alone, and halves them."
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def state_dict(self):
+        return dict(actor=self.actor.state_dict())
+
+    def load_state_dict(self, state):
+        self.actor.load_state_dict(state["actor"])
+
+    def update(self, batch):
+        with torch.no_grad():
+            for p in self.actor.parameters():
+                p.mul_(0.5)
+        return {}
+
+
+def shrinking():
+    pipe, agent = ppo()
+    return pipe, Shrinking(agent.actor)
+
+
 def rnd():
     add = RND.inserter(after=Lanes, network=Distillation.for_env(POLE, hidden=(8,), seed=2))
     return ppo(edits=[add], terminal_obs=True)
@@ -103,6 +127,12 @@ def check_parts(folder, make, ends, workers, **options):
 @pytest.mark.parametrize("make", [ppo, dqn])
 def test_a_loop_goes_on_many_times(make, tmp_path):
     check_parts(tmp_path, make, (1, 2, 3, 4, 5), (0, 1, 2, 0, 1))
+
+
+def test_versions_go_on_whatever_the_learner_is(tmp_path):
+    check_parts(tmp_path, shrinking, (3, 5), (0, 0))
+    with resumed(tmp_path / "run.safetensors", *shrinking()) as (loader, _):
+        assert next(loader).version.tolist() == [5, 5, 5, 5]
 
 
 def test_what_came_after_the_file_is_repeated(tmp_path):

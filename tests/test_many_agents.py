@@ -26,6 +26,7 @@ from rollpipe.pipes import (
     Lanes,
     ProcessReading,
     on_policy,
+    replayed,
     rollouts,
 )
 from rollpipe.pipes.envs.agents import Agents
@@ -492,6 +493,27 @@ def test_a_group_that_rests_has_no_part():
         ["many"],
         ["one", "many"],
     ]
+
+
+@pytest.mark.parametrize("n_episodes", [1, 4, 9])
+def test_an_evaluation_takes_the_number_of_a_vector(n_episodes):
+    "`make_play` has two copies of three agents."
+    actor = MLPPolicy.for_env(make_play, hidden=(8,), seed=0)
+    result = evaluate(make_play, actor, n_episodes, seed=0)
+    assert len(result.returns) == n_episodes
+    assert (
+        result.returns == evaluate(make_play, actor, n_episodes, n_envs=6, seed=0).returns
+    ).all()
+    for n_envs in (1, 4):
+        with pytest.raises(EnvError, match=f"n_envs={n_envs}. Expected n_envs=6, as in the vector"):
+            evaluate(make_play, actor, n_episodes, n_envs=n_envs)
+
+
+def test_batches_of_a_memory_are_not_divided_by_group():
+    actor = groups()[2]
+    batch = next(iter(replayed(make_play, actor, n_envs=None, capacity=64, batch_size=4, warmup=8)))
+    with pytest.raises(DataError, match="memory are not divided by group.*one learner for all"):
+        actor.parts(batch)
 
 
 def test_the_normalisers_of_critics_by_group_see_their_own_agents():

@@ -1,5 +1,7 @@
 """The contract kit: sound things pass, and for every rule there is an example that breaks this rule and no other."""
 
+import time
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -819,10 +821,19 @@ def test_sound_pipes_pass(name):
     assert check_pipe(PIPES[name]) == []
 
 
+class Timed(Sound):
+    def step(self, action):
+        *answer, _ = super().step(action)
+        return *answer, {"clock": time.perf_counter()}
+
+
 def test_what_breaks_no_rule_is_told(capsys):
-    assert (
-        check_env("CartPole-v1") == [] and capsys.readouterr().out == "CartPole-v1 breaks no rule\n"
-    )
+    assert check_env("CartPole-v1") == []
+    kept = "A running environment is kept by:"
+    assert capsys.readouterr().out == f"CartPole-v1 breaks no rule\n{kept} copy\n"
+    assert check_env(Timed) == []
+    why = "replay (episode), replay (all): EnvError: leaf info['clock']: step 0 differs"
+    assert capsys.readouterr().out == f"Timed breaks no rule\n{kept} none ({why})\n"
     assert check_env("CartPole-v1", raises=False) == [] and not capsys.readouterr().out
     assert check_actor(MLPPolicy.for_env("CartPole-v1"), "CartPole-v1") == []
     assert capsys.readouterr().out == "MLPPolicy breaks no rule\n"

@@ -9,6 +9,7 @@ __all__ = ['METRICS', 'LONGEST_NAME', 'OF_THE_LOOP', 'check_metrics', 'near_metr
 # %% ../../nbs/agents/00_metrics.ipynb #ac9b36d5
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -361,6 +362,9 @@ class EpisodeInfos:
         self._accounts = {name: EpisodeAccount() for name in self.names}
         self._known = set()  # names that an environment has reported
         self._is_said = False  # whether the others were named
+        self._n_ends = 0  # episodes that have ended
+        self._n_silent = Counter()  # name -> those of them whose last step did not report it
+        self._said = set()  # names of which that was said
         self._begin()
 
     def _begin(self):
@@ -379,6 +383,7 @@ class EpisodeInfos:
         if not self.names:
             return
         is_end = (fragment.state.fin[1:] & fragment.valid).cpu().numpy()
+        self._n_ends += int(is_end.sum())
         for name in self.names:
             values, is_reported = _info_of(fragment, name)
             ends = self._accounts[name].see_fragment(fragment, torch.as_tensor(values))
@@ -392,6 +397,19 @@ class EpisodeInfos:
                 self._numbers[f"info/{name}_mean"].append(values[is_reported])
                 self._numbers[f"info/{name}_sum"].append(sums)
                 self._numbers[f"info/{name}_last"].append(values[is_reported & is_end])
+
+            self._n_silent[name] += int((is_end & ~is_reported).sum())
+            if name in self._known and self._n_silent[name] and name not in self._said:
+                self._said.add(name)
+                _log.warning(
+                    "The last steps of %d of %d episodes did not report the info %s, so "
+                    "info/%s_last is the mean of the others alone. Report it in the last step of "
+                    "every episode, a failure as False or 0.",
+                    self._n_silent[name],
+                    self._n_ends,
+                    name,
+                    name,
+                )
 
         # An info that is reported in the last step of an episode has come by now.
         unknown = [name for name in self.names if name not in self._known]

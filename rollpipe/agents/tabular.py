@@ -49,7 +49,8 @@ class TabularQ(EpsilonGreedy):
             raise SpaceError(
                 "TabularQ: unsupported observation space",
                 leaf="observation_space",
-                expected="Discrete",
+                expected="Discrete, because a table has no masks; `QPolicy` takes them, and other "
+                "observations",
                 got=repr(observation_space),
             )
         self.observation_space = copy.deepcopy(observation_space)

@@ -233,9 +233,18 @@ class ActorByGroup(_Groups, Actor):
         A part gets the lag of the whole fragment as its own, counted in the updates of the group's
         actor. The true lag may be smaller, because a group that rests misses updates.
 
+        Raises `DataError` for what is no fragment, such as a batch of a replay memory.
+
         Args:
             fragment: of a pipeline with this actor
         """
+        if not isinstance(fragment, Fragment):
+            raise DataError(
+                "batches of a memory are not divided by group",
+                leaf="fragment",
+                expected="a `Fragment`, as those of `on_policy`; or one learner for all agents",
+                got=type(fragment).__name__,
+            )
         fragments = {}
         group = self.groups_of(nested.getitem(fragment.state.obs, 0))
         for k, (name, member) in enumerate(self.members.items()):

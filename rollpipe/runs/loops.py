@@ -16,6 +16,7 @@ from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
+from ..pipes.graph.modules import VersionCounter, bump_version, modules_in
 from ..pipes.keeping.chunks import ChunkFolder
 from ..pipes.passes import keep_as, keep_environments
 from .folder import restore_agent
@@ -241,6 +242,10 @@ def _load(path: Path, checkpoint: Checkpoint, pipe: Any, agent: Any) -> None:
             got="none of them",
         )
 
+    # A learner of one's own may not keep how many updates its actor has had.
+    for source, version in zip(find(pipe, Acting), checkpoint.config["versions"]):
+        bump_version(source.actor, to=version)
+
 
 def _warn(path: Path, before: Fingerprint, now: Fingerprint) -> None:
     "Say in the log what of a training is not as it was, but for its weights and seeds."
@@ -281,6 +286,10 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
     loader.journal.mark()
     stream.chunks.sync()
     counters = dict(updates=update, batches=loader.journal.counters["updates"])
+    config["versions"] = []
+    for source in find(loader.pipe, Acting):
+        counter = VersionCounter(source.actor, modules_in(source.actor))
+        config["versions"].append(counter.version())
     save_checkpoint(path, agent, config, counters, pipes=states_of(loader.pipe), stream=state)
 
     # Chunks that the new file does not name are removed.

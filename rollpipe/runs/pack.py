@@ -236,9 +236,10 @@ class Contents:
             return
         n = len(self.episodes)
         n_terminated = int(self.episodes[:, 2].sum())
-        unfinished = sum(int((sums.length > 0).sum()) for sums, _ in self.account.lanes.values())
+        lengths = np.concatenate([sums.length for sums, _ in self.account.lanes.values()])
         text = f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated"
-        yield "episodes", f"{text}; {unfinished:,} unfinished"
+        n_unfinished = (lengths > 0).sum()
+        yield "episodes", f"{text}; {n_unfinished:,} unfinished, {lengths.sum():,} steps"
 
         # Episodes that are not in the distribution
         others = self.n_ends - n

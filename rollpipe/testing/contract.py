@@ -48,13 +48,17 @@ class ContractError(PipeError, AssertionError):
 
 # %% ../../nbs/testing/00_contract.ipynb #69c9fd96
 class Report:
-    "Collects violations: each broken rule once, with the first detail."
+    """Collects violations: each broken rule once, with the first detail.
+
+    `notes` are lines about what no rule demands.
+    """
 
     class Stop(Exception):
         "The rest of the section makes no sense without the rule that was broken."
 
     def __init__(self):
         self.violations = []
+        self.notes = []
 
     def add(self, rule: str, detail: object) -> None:
         "Report a broken rule."
@@ -88,7 +92,7 @@ class Report:
     def close(self, subject: object, raises: bool) -> list:
         """The violations.
 
-        If there are none and `raises` is set, print so.
+        If there are none and `raises` is set, print so, and the notes.
 
         Raises:
             ContractError: there are violations, and `raises` is set.
@@ -96,7 +100,7 @@ class Report:
         if raises and self.violations:
             raise ContractError(subject, self.violations)
         if raises:
-            print(f"{subject} breaks no rule")
+            print(f"{subject} breaks no rule", *self.notes, sep="\n")
         return self.violations
 
 # %% ../../nbs/testing/00_contract.ipynb #085c1b19

@@ -354,7 +354,8 @@ def check_env(
 ) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
-    If no rule is broken, it prints so and returns an empty list.
+    If no rule is broken, it prints so and returns an empty list. It also prints how a training
+    keeps such an environment, see `keeper_for`, unless it is an instance.
 
     Args:
         env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its
@@ -444,7 +445,7 @@ def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
 
 
 def _check_resumable(report, make, seed):
-    "Check how a running environment can be kept. What that means for runs is logged."
+    "Check how a running environment can be kept, and note it."
     # The way 'own' is that of `get_state` and `set_state`.
     keeper = keeper_for(make, seed)
     report.check(
@@ -458,8 +459,7 @@ def _check_resumable(report, make, seed):
         keeper.alone,
     )
 
-    log = logging.getLogger("rollpipe")
     if keeper.only:
-        log.warning(keeper.alone)
-    problems = [f"{name}: {problem}" for name, problem in keeper.failed.items()]
-    log.info("; ".join([f"a running environment is kept by: {keeper.name}", *problems]))
+        logging.getLogger("rollpipe").warning(keeper.alone)
+    why = f" ({keeper.why})" if keeper.why else ""
+    report.notes.append(f"A running environment is kept by: {keeper.name}{why}")

@@ -395,13 +395,7 @@ class Journal:
             paths = nested.paths(tree, root)
             self.known[root] = structure, paths
 
-        # In a loop of one's own, a resumed process counts the versions of its weights anew.
-        is_loop = not self.networks
-        self.next = {
-            path: running(self.batch.get(path), x)
-            for path, x in zip(paths, leaves)
-            if not (is_loop and path.endswith(".version"))
-        }
+        self.next = {path: running(self.batch.get(path), x) for path, x in zip(paths, leaves)}
 
         # What a regular line tells of the batch
         self.more = {}

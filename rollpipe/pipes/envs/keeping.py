@@ -90,7 +90,7 @@ class KeptEnv:
             return dict(bits_of(obs, "obs")), False
 
         # Of the infos, only numbers count.
-        *answer, infos = played.step(argument)
+        *answer, infos = played.step(copy.deepcopy(argument))  # an environment may change it
         bits = {}
         for part, x in zip(("obs", "reward", "terminated", "truncated", "final_obs"), answer):
             bits.update(bits_of(x, part))

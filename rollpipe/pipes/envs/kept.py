@@ -526,7 +526,8 @@ class KeptActions(Kept):
         n_actions = len(nested.leaves(log)[0])
         actions = [nested.getitem(log, t) for t in range(n_actions)]
         if not is_vector(self.env):
-            return actions  # tensors, which keep their dtypes
+            # Tensors, which keep their dtypes; copies, because the environment may overwrite them
+            return [nested.map(_copied, action) for action in actions]
         return list(map(action_batch(spaces_of(self.env)[1], clip=False), actions))
 
 
