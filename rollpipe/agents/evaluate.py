@@ -269,10 +269,6 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
     if n_envs is None and render:
         n = len(sources)
     elif n_envs is None and not instances_in(sources):
-        # What makes a vector takes its number.
-        n = _n_in_vector(sources, env_kwargs) if close else None
-        if n is not None:
-            return env_sources(sources, n, env_kwargs)
         copies = min(n_episodes, 8) // len(sources)
         n = max(len(sources), copies * len(sources))
     factories = env_sources(sources, n, env_kwargs)
@@ -284,18 +280,6 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
             _log.warning(f"{why}, so this evaluation plays one at a time")
             return env_sources(sources, len(sources), env_kwargs)
     return factories
-
-
-def _n_in_vector(sources, env_kwargs):
-    "The number of environments in the vector that the only source makes; None: it makes no vector."
-    if len(sources) > 1 or isinstance(sources[0], str):
-        return None
-    [factory] = env_sources(sources, None, env_kwargs)
-    with GlobalRandomStates():
-        env = factory()
-        n = env.num_envs if is_vector(env) else None
-        close_env(env, factory.name)
-    return n
 
 
 def _why_alone(factories, close):
@@ -348,8 +332,8 @@ def evaluate(
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
         actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
         n_episodes: number of whole episodes
-        n_envs: number of environments side by side; None: at most 8, or all instances, or all of a
-            vector; one if a test finds that they disturb one another
+        n_envs: number of environments side by side, of a vector all of them; None: at most 8, or all
+            instances; one if a test finds that they disturb one another
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
         record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 10,000
