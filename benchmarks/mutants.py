@@ -139,7 +139,10 @@ def digest(data, out):
     reached_by = defaultdict(set)  # number of a mutant -> tests
     for file in data.glob("*.tests"):
         for line in file.read_text().splitlines():
-            account = json.loads(line)
+            try:
+                account = json.loads(line)
+            except ValueError:
+                continue  # the process was killed while it wrote
             if "mutant" in account:
                 reached_by[account["mutant"]].add(account["test"])
             elif "seconds" in account:

@@ -83,6 +83,7 @@ def test_a_fork_of_a_run_has_its_origin_in_verify_once(pole, tmp_path):
     assert str(verify(out, 2)).count("is a fork of") == 1
 
 
+@pytest.mark.slow
 def test_noise_that_cannot_be(gallery, tmp_path, capsys):
     parent = gallery.original("ppo")
     for noise in (-1, True, 1.5):
@@ -182,6 +183,7 @@ def test_metrics_that_one_run_alone_has_are_not_compared(tmp_path):
     assert str(equal_up_to(twin, other)).startswith("update 1: ['my/steps']")
 
 
+@pytest.mark.slow
 def test_each_evaluation_counts_once(tmp_path):
     "That of a policy is in the record of the next update, and that of the last one in a record of its own."
     evaluated = dict(eval_every="32 steps", eval_episodes=2, final_episodes=1)
@@ -220,6 +222,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_numbers(pole, tmp
         assert text in told
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_named_before_anything_is_made(gallery, tmp_path, capsys):
     run = gallery.copy("ppo", tmp_path / "run")
     before = content(tmp_path)

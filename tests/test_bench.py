@@ -89,6 +89,7 @@ def test_the_training_does_not_notice_its_evaluations(tmp_path, whole):
         np.testing.assert_array_equal(ours[name][:10], theirs[name])
 
 
+@pytest.mark.slow
 def test_the_same_run_has_the_same_evaluations_and_the_best_file_is_the_best_of_them(
     tmp_path, whole
 ):
@@ -497,6 +498,7 @@ def test_a_folder_of_another_bench_or_with_other_options_is_refused(tmp_path, ca
     assert told in error_of(capsys, f"bench {tmp_path}/b.toml")
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(tmp_path, capsys):
     "`rollpipe train --continue` keeps the values of such a run, but a row has one configuration."
     out = tmp_path / "out"

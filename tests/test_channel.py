@@ -116,6 +116,7 @@ def read(subscriber, module, link, seconds):
     link.send((new, torn[:5]))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("depth", [2, 4])
 def test_hammer(depth):
     "One process publishes as fast as it can, two others read: what they see is always one publication, and ever newer."

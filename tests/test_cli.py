@@ -385,6 +385,7 @@ def test_a_picture_on_a_full_disk(words, file, run, tmp_path, monkeypatch, capsy
     assert {*run.iterdir(), *tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_another_curve_is_another_picture(run, capsys):
     for words, name in {
         "": "curve.png",
@@ -1068,6 +1069,7 @@ def test_lag_and_workers_are_recorded(tmp_path):
     assert set(records["workers"]) == {2} and set(records["restarts"]) == {0}
 
 
+@pytest.mark.slow
 def test_options_of_workers_that_change_nothing_are_told(tmp_path, capsys):
     train_to(tmp_path / "a", "--quiet --restarts 3 --lag 2")
     told = "no workers (--workers N), so these options change nothing: lag=2, restarts=3"
@@ -1076,6 +1078,7 @@ def test_options_of_workers_that_change_nothing_are_told(tmp_path, capsys):
     assert "no workers" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_evaluations_are_recorded_while_training_and_the_last_one_is_shown(tmp_path, capsys):
     records = read_metrics(train_to(tmp_path / "a", "--eval-every 2"))
     last = {name: values[-1] for name, values in records.items()}

@@ -221,6 +221,7 @@ def test_what_is_kept_stays_as_it_was_and_belongs_to_the_consumer(Reading):
         assert_same(snapshot(f), known)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lag", [0, 1])
 def test_another_iteration_goes_on_from_the_state(lag, Reading):
     "Also with another number of workers."

@@ -356,6 +356,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_begins(
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_the_device_is_stored_and_a_run_from_elsewhere_can_be_used_here(
     tmp_path, no_accelerator, capsys
 ):

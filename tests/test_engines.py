@@ -623,6 +623,7 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
 # Loops, workers, learners
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])
 def test_the_stream_does_not_depend_on_the_number_of_workers(cls):
     found = []

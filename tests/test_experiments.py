@@ -140,6 +140,7 @@ REFUSED = r"""
 """
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_before_anything_begins(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train("a", "--seed 1", steps=128) == 0

@@ -99,6 +99,7 @@ def test_the_last_update_has_a_film_also_if_a_rule_ends_the_run(
     assert names(run) == films(*expected) and len(asked) == 2
 
 
+@pytest.mark.slow
 def test_the_training_is_the_same_with_and_without(tmp_path):
     with_films, without = (trained(tmp_path / str(every), every) for every in (1, 0))
     assert len(names(with_films)) == 5 and not (without.folder / "videos").exists()
@@ -135,6 +136,7 @@ def test_an_environment_without_pictures_is_told(tmp_path, caplog):
     )
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path, capsys):
     words = f"train trpo Pictures-v0 --steps 128 --n-envs 4 --n-steps 16 {QUIET} --video-every"
     run = tmp_path / "run"

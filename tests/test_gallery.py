@@ -130,8 +130,7 @@ CASES = [(name, way) for name in LONGER for way in WAYS]
 # At its end a run has a record of its last evaluation, which one that has not ended there has not.
 FROM_THE_END = (resumed, with_workers, in_parts, stopped, of_the_end, after_an_extension)
 CASES = [(name, way) for name, way in CASES if name != "evaluated" or way not in FROM_THE_END]
-QUICK = [("ppo", of_an_earlier_update), ("dqn", in_parts), ("evaluated", of_an_earlier_update)]
-QUICK += [("ppo", from_its_start_with_workers), ("recurrent", of_the_end), ("masked", resumed)]
+QUICK = [("ppo", of_an_earlier_update), ("dqn", in_parts), ("recurrent", of_the_end)]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_a_fork_begins_a_history_of_its_own(folder, tmp_path):
     assert config_at(second, 9)["options"]["clip"] == 0.4
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_keeps_what_is_due(folder, tmp_path):
     "From an earlier checkpoint it forgets the stop after it, and makes the later edits once more."
     again = fork(folder, tmp_path / "again", 2, steps=480)

@@ -428,7 +428,7 @@ def test_pipes_of_others_see_contiguous_fragments_of_their_own():
         assert torch.equal(fragment.state.obs["image"].view(-1, 96 * 80).sum(1), total)
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("n_buffers", [None, 8, 12])
 def test_versions_do_not_depend_on_what_is_kept(n_buffers):
     "Lanes of different lengths, so that groups do not begin where slots do."

@@ -695,6 +695,7 @@ def test_a_replay_that_differs_is_refused_with_the_way_out(name):
         restored(Repaired, Keeper(name), state)
 
 
+@pytest.mark.slow
 def test_a_log_that_grows_too_long_keeps_the_episode_alone(monkeypatch):
     monkeypatch.setattr(KeptActions, "MOST", 1000)
     keeper = Keeper("replay (episode)")

@@ -165,6 +165,7 @@ def test_a_disk_that_is_full_when_the_best_is_written(tmp_path, monkeypatch):
 # --- the newest few
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoints_are_kept(tmp_path):
     run = train_small(tmp_path / "run", keep=2, checkpoint_every=2)
     assert kept(run.folder) == [512, 640]  # after 2 and 4 updates, and the last one

@@ -586,6 +586,7 @@ ANOTHER = dict(
 )
 
 
+@pytest.mark.slow_but_one
 @each_learner
 def test_an_option_that_changes_acts_as_one_that_the_learner_was_made_with(name):
     "So no learner keeps an older value anywhere."

@@ -178,6 +178,7 @@ def test_the_page_asks_nobody_else(over, page):
         assert page.script("return document.querySelector('form')") is None
 
 
+@pytest.mark.slow
 def test_a_silent_connection_keeps_nobody_waiting(over):
     with serving(over) as server, contextlib.ExitStack() as stack:
         for _ in range(20):

@@ -121,6 +121,7 @@ def test_in_ready_order_every_item_comes_once_and_none_is_older_than_twice_the_l
     assert min(ages) >= 0 and (lag is None or max(ages) <= 2 * lag)
 
 
+@pytest.mark.slow_but_one
 @each_crew
 @pytest.mark.parametrize("world, n", [("finite", 6), ("unequal", 9)])
 def test_lanes_that_end(world, n, Reading):

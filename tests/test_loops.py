@@ -141,6 +141,7 @@ def test_what_came_after_the_file_is_repeated(tmp_path):
     assert_equal(whole[3:], rest)
 
 
+@pytest.mark.slow
 def test_a_lagging_stream_goes_on_and_another_lag_is_refused(tmp_path):
     path = tmp_path / "run.safetensors"
     whole, weights = go_on(tmp_path / "whole.safetensors", ppo, 5, 1, lag=1)

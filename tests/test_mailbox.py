@@ -317,6 +317,7 @@ def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     check_same(quietly(case(tmp_path / "plain", steps=480)).folder, undone)
 
 
+@pytest.mark.slow
 def test_an_edit_waits_for_the_evaluation_under_way(tmp_path):
     run = case(tmp_path / "run", steps=320, eval_every=4, eval_episodes=40)
     trained(run, {5: [options(clip=0.5)]})
@@ -347,6 +348,7 @@ def test_steps_that_are_edited_and_set_by_a_resume(tmp_path):
         assert load_run(fork(run.folder, tmp_path / str(at), at)).config["steps"] == steps
 
 
+@pytest.mark.slow
 def test_an_edit_and_a_stop_in_one_look_leave_a_line(tmp_path):
     "The run that goes on does not write it once more."
     run = case(tmp_path / "run", steps=320)

@@ -659,6 +659,7 @@ def train(path, n):
     return {name: agent.state_dict()["actor"] for name, agent in learners.agents.items()}
 
 
+@pytest.mark.slow
 def test_two_learners_go_on_exactly(tmp_path):
     assert keeper_for(make_play).name == "replay (all)"
     whole = train(tmp_path / "a", 5)

@@ -427,6 +427,7 @@ def test_a_seed_that_is_there_twice_is_said(tmp_path):
     assert "more than once" not in report_of("other", 1, 2)
 
 
+@pytest.mark.slow
 def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     for seed in (0, 1):
         make_run(tmp_path / f"x-s{seed}", [0.0, 1.0, 2.0 + seed], seed)

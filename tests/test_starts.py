@@ -177,6 +177,7 @@ def test_an_environment_of_which_a_process_has_one_can_be_trained(tmp_path, kind
     assert rollpipe(f"evaluate {run} --episodes 3") == 0
 
 
+@pytest.mark.slow
 def test_an_exact_run_with_only_one_environment_goes_on_exactly(tmp_path):
     whole = trained(tmp_path / "whole", lonely.OnlyOne, "--exact", steps=128)
     parts = resumed(trained(tmp_path / "parts", lonely.OnlyOne, "--exact", steps=64), 128)

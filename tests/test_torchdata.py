@@ -278,7 +278,7 @@ def test_without_a_seed_no_two_lanes_are_alike(service, unheard):
     assert len({tuple(f.state.obs[:, b].ravel().tolist()) for f in found for b in range(2)}) == 16
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_graph_without_lanes_is_refused_where_all_workers_would_collect_the_same(
     service, unheard

@@ -638,6 +638,7 @@ def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
     assert b.keys() - a.keys() == {43} and all(a[n] == b[n] for n in a) and {32, 64} < a.keys()
 
 
+@pytest.mark.slow
 def test_new_episodes_are_told(whole, tmp_path):
     run = start(tmp_path / "run", configured(steps=3072))
     quietly(run._replace(stream=None))  # the checkpoint has no state of the stream
@@ -650,6 +651,7 @@ def test_new_episodes_are_told(whole, tmp_path):
     assert verify(run.folder, 9).common == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_changed(tmp_path, monkeypatch, caplog):
     run = trained(tmp_path / "run", steps=1536)
     with caplog.at_level(logging.WARNING, "rollpipe"):
@@ -809,6 +811,7 @@ def test_a_resume_that_fails_leaves_the_lock_of_a_run_that_has_begun(tmp_path):
     assert not owner_of(run.folder)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(
     whole, tmp_path, monkeypatch, exact
@@ -835,6 +838,7 @@ def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(
     assert (diff(whole, run.folder).parting is None) == exact
 
 
+@pytest.mark.slow
 def test_an_exact_run_is_not_resumed_from_its_best_checkpoint(tmp_path, caplog):
     "It has no state of the stream. What the message names goes on from there."
     evaluated = dict(eval_every="1536 steps", eval_episodes=1, final_episodes=1)
@@ -867,6 +871,7 @@ def test_a_run_without_a_journal_begins_one(whole, tmp_path):
     refused("a journal from the first update on", verify, run)
 
 
+@pytest.mark.slow
 def test_a_journal_that_has_lost_lines_is_told_and_not_called_equal(whole, tmp_path, caplog):
     run = trained(tmp_path / "run", steps=4608, keep=9, checkpoint_every=1)
     path = run / JOURNAL

@@ -203,7 +203,7 @@ def test_if_all_fail_there_is_an_error_and_no_preset(here, curves, capsys):
     assert told in capsys.readouterr().err and not list(here.rglob("*.toml"))
 
 
-@pytest.mark.slow_but_one
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_a_poor_curve_ends_early(curves, seeds):
     "A third of the first training is free."

@@ -126,6 +126,7 @@ def states_of_generators():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
+@pytest.mark.slow
 def test_two_trainings_draw_the_same_and_give_the_generators_back(tmp_path):
     about = dict(steps=640, edits=[JITTER])
     before = states_of_generators()
