@@ -332,7 +332,7 @@ def evaluate(
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
         actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
         n_episodes: number of whole episodes
-        n_envs: number of environments side by side, of a vector all of them; None: at most 8, or all
+        n_envs: number of environments side by side (of a vector: all); None: at most 8, or all
             instances; one if a test finds that they disturb one another
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
