@@ -67,6 +67,22 @@ def test_values_that_nobody_would_fit_are_refused(cls):
     make(cls, actor, critic), make(PPO, actor)
 
 
+class OwnShared(MLPPolicy):
+    "A policy of a user that reports values, which only its answers tell."
+
+    def answer(self, obs, *args, hx, stepno):
+        params, hx, more = super().answer(obs, *args, hx=hx, stepno=stepno)
+        return params, hx, more | {"value": obs.sum(-1)}
+
+
+def test_values_of_a_policy_of_a_user_that_nobody_would_fit_are_refused():
+    actor = OwnShared.for_env("CartPole-v1", hidden=(8,))
+    batch = next(iter(on_policy("CartPole-v1", actor, n_envs=2, n_steps=8, seed=0)))
+    with pytest.raises(DataError, match="leaf actor: TRPO would never fit the values"):
+        make(TRPO, actor).update(batch)
+    make(TRPO, actor, networks()[1]).update(batch)
+
+
 def numbers(agent):
     "All numbers that a learner keeps: weights, normalisers and the state of its optimiser."
     optimizer = agent.optimizer.state_dict()["state"] if agent.optimizer is not None else {}

@@ -32,7 +32,7 @@ from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.engines import checked_actor, compiled
 from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.interaction import Interaction
-from rollpipe.pipes.engines.onnx_graph import to_onnx
+from rollpipe.pipes.engines.onnx_graph import open_session, to_onnx
 from rollpipe.pipes.engines.pure import PureStep
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.vector import env_batch
@@ -615,6 +615,8 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
         ImportError, match=r"needs onnxruntime and onnx: pip install 'rollpipe\[fast\]'"
     ):
         rollouts("CartPole-v1", actor, engine="onnxruntime")
+    with pytest.raises(ImportError, match=r"pip install 'rollpipe\[fast\]'"):
+        open_session(b"")  # as by a resume of a run that began with it
     auto, torchs = streams(actor := MLPPolicy.for_env((STATE, ACTS)), engines=("auto", "torch"))
     assert_equal(next(auto), next(torchs))
     assert "pip install 'rollpipe[fast]'" in caplog.text
