@@ -98,6 +98,7 @@ def cover(args):
     hooks.mkdir()
     shutil.copyfile(HERE / "mutants_marks.py", hooks / "sitecustomize.py")
     shutil.copyfile(HERE / "mutants_source.py", hooks / "mutants_source.py")
+    shutil.copyfile(ROOT / "tests/raises.py", hooks / "raises.py")
 
     # name of a module -> (number, place) of its mutants
     places = defaultdict(list)

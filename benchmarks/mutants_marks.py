@@ -13,8 +13,11 @@ import json
 import os
 import sys
 import time
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+
+from mutants_source import Source
+from raises import MarkedPackage, call_before
 
 FOLDER = os.environ.get("ROLLPIPE_MUTANTS")  # where the accounts go, and the list of mutants is
 TEST = "ROLLPIPE_MUTANTS_TEST"  # the variable that names the test to the processes that it starts
@@ -37,47 +40,23 @@ def marked(tree, numbers_of):
 def _with_marks(block, numbers_of):
     for node in block:
         for number in numbers_of.get(id(node), ()):
-            # On the line of the statement, so that tracebacks stay as they are
-            call = ast.parse(f"__import__('sys').audit({EVENT!r}, {number})").body[0]
-            for part in ast.walk(call):
-                ast.copy_location(part, node)
-            yield call
+            yield call_before(node, EVENT, number)
         yield node
 
 
-class MarkedModule(SourceFileLoader):
-    "Compiles a module with its marks; the compiled form is not kept."
-
-    places = ()  # (number, (scope, text, occurrence)) of each mutant
+class ModuleWithMutants(SourceFileLoader):
+    "Compiles a module with the marks of its mutants; the compiled form is not kept."
 
     def get_code(self, name):
-        from mutants_source import Source
-
         source = Source(self.get_data(self.path).decode())
         numbers_of = {}
         for statement in source.statements:
             place = [statement.scope, statement.text, statement.occurrence]
-            numbers = [number for number, wanted in self.places if wanted == place]
+            numbers = [number for number, wanted in places.get(name, ()) if wanted == place]
             if numbers:
                 numbers_of[id(statement.node)] = numbers
         tree = marked(source.tree, numbers_of)
         return compile(tree, self.path, "exec", dont_inherit=True)
-
-
-class MarkedPackage:
-    "Finds the modules of rollpipe that have mutants, and no others."
-
-    def __init__(self, places):
-        self.places = places
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in self.places:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = MarkedModule(spec.loader.name, spec.loader.path)
-            spec.loader.places = self.places[name]
-        return spec
 
 
 def hear(event, arguments):
@@ -128,6 +107,7 @@ def pytest_runtest_logreport(report):
 
 
 if FOLDER and __name__ == "sitecustomize":
+    # name of a module -> (number, (scope, text, occurrence)) of each mutant
     places = json.loads(Path(FOLDER, "places.json").read_text())
     sys.addaudithook(hear)
-    sys.meta_path.insert(0, MarkedPackage(places))
+    sys.meta_path.insert(0, MarkedPackage(ModuleWithMutants))

@@ -17,6 +17,14 @@ EVENT = "rollpipe.raise"
 FILE = os.environ.get("ROLLPIPE_RAISES")
 
 
+def call_before(node, event, value):
+    "A statement that calls `sys.audit`, on the line of `node`, so that tracebacks stay as they are."
+    call = ast.parse(f"__import__('sys').audit({event!r}, {value!r})").body[0]
+    for part in ast.walk(call):
+        ast.copy_location(part, node)
+    return call
+
+
 class Marks(ast.NodeTransformer):
     """Puts a call before each `raise`, which says `module:function:number`.
 
@@ -43,12 +51,7 @@ class Marks(ast.NodeTransformer):
         place = f"{self.module}:{scope}:{self.counts[scope]}"
         self.counts[scope] += 1
         self.lines[place] = node.lineno
-
-        # On the line of the statement, so that tracebacks stay as they are
-        call = ast.parse(f"__import__('sys').audit({EVENT!r}, {place!r})").body[0]
-        for part in ast.walk(call):
-            ast.copy_location(part, node)
-        return [call, node]
+        return [call_before(node, EVENT, place), node]
 
 
 class MarkedModule(SourceFileLoader):
@@ -60,15 +63,21 @@ class MarkedModule(SourceFileLoader):
 
 
 class MarkedPackage:
-    "Finds the modules of rollpipe, and no others."
+    """Finds the modules of rollpipe, and no others.
 
-    @staticmethod
-    def find_spec(name, path=None, target=None):
+    Args:
+        loader: `loader(name, path)`: a loader that compiles a module with its marks
+    """
+
+    def __init__(self, loader=MarkedModule):
+        self.loader = loader
+
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] != "rollpipe":
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = MarkedModule(spec.loader.name, spec.loader.path)
+            spec.loader = self.loader(spec.loader.name, spec.loader.path)
         return spec
 
 
@@ -85,7 +94,7 @@ def listen():
             lines.write(f"{arguments[0]}\n")
 
     sys.addaudithook(hear)
-    sys.meta_path.insert(0, MarkedPackage)
+    sys.meta_path.insert(0, MarkedPackage())
 
 
 def never_reached(reached):

@@ -352,6 +352,38 @@ def test_the_command_names_the_way_out(tmp_path, monkeypatch, capsys):
     assert rollpipe(f"train --resume {tmp_path}/out --steps 256 {QUIET}") == 0
 
 
+class Stride(gym.Env):
+    "A walk that is kept by its actions, because nothing copies its iterator."
+
+    observation_space = gym.spaces.Box(-9, 9, (1,))
+    action_space = gym.spaces.Discrete(2)
+    length = 0.1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = 0.0
+        self.clock = iter(range(99))
+        return np.float32([self.place]), {}
+
+    def step(self, action):
+        self.place += self.length * (action + 1)
+        return np.float32([self.place]), 1.0, next(self.clock) > 20, False, {}
+
+
+gym.register("Stride-v0", Stride)
+
+
+def test_the_way_out_is_named_if_actions_no_longer_give_the_same(tmp_path, monkeypatch, capsys):
+    options = dict(n_envs=2, n_steps=16, engine="torch")
+    run = start(tmp_path / "run", make_config("ppo", "Stride-v0", options, steps=64))
+    quietly(run)
+    monkeypatch.setattr(Stride, "length", 0.2)
+    assert rollpipe(f"train --resume {run.folder} --steps 256 {QUIET}") == 2
+    told = capsys.readouterr().err
+    assert "its code has changed, or depends on more than its seed" in told
+    assert f"`rollpipe fork {run.folder} --new-episodes --out OUT`" in told
+
+
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name, options",

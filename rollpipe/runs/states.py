@@ -481,6 +481,9 @@ def unexplained(changed: Differences, run: Any) -> Differences:
         changed: how the fingerprint differs from the last one that was kept
         run: a `Run`
     """
+    if not changed:
+        return changed
+
     # The names of options, and "insert" for a pipe
     updates = run.counters["updates"]
     since = max((n for n in read_fingerprints(run.folder) if n < updates), default=0)
@@ -488,7 +491,7 @@ def unexplained(changed: Differences, run: Any) -> Differences:
     for event in run.history.named("forked", "edited"):
         if event["at"] > since:
             names |= set(event.get("set", ["insert"]))
-    if not changed or not names:
+    if not names:
         return changed
 
     # Those that may change all of the graph
