@@ -259,7 +259,6 @@ PIPES = {
     "TensorCollector": Row(
         lambda folder: TensorCollector(lambda: Planned(PLANS), Memory(), 5, seed=0),
         no_envs=True,
-        tells_all=False,  # a plan goes on after a reset, so actions cannot repeat it
     ),
     "TensorCollector, lanes": Row(
         lambda folder: Lanes(TensorCollector(CartPole, cart(), 5, 3), 2, 1),
