@@ -37,7 +37,7 @@ class TensorFloor:
         self.env = make(n_envs, device=device)
         self.n_steps = n_steps
         self.device = device
-        self.discrete = make is CartPole
+        self.discrete = hasattr(self.env.action_space, "n")
         self.n_obs = self.env.observation_space.shape[0]
         self.actor = mlp(self.n_obs, 2 if self.discrete else 1).to(device)
         self.log_std = torch.zeros(1, device=device)

@@ -19,6 +19,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from .metrics import info_numbers
 from ..layers.actor import Actor
 from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask
@@ -68,6 +69,7 @@ class Evaluation(_Episodes):
 
     cut_off: np.ndarray
     trace: Trace | None
+    infos: dict[str, np.ndarray]
 
     def __new__(
         cls,
@@ -76,6 +78,7 @@ class Evaluation(_Episodes):
         terminated: np.ndarray,
         cut_off: np.ndarray | None = None,
         trace: Trace | None = None,
+        infos: dict | None = None,
     ) -> "Evaluation":
         """The result of `evaluate`.
 
@@ -85,18 +88,22 @@ class Evaluation(_Episodes):
             terminated: bool [n_episodes]: whether the environment ended the episode, not a limit
             cut_off: bool [n_episodes]: whether `max_steps` ended it; None: nowhere
             trace: the single steps, if asked for
+            infos: name -> float64 [n_episodes]: numbers of the infos that were asked for, such as
+                `"cost_mean"`, `"cost_sum"` and `"cost_last"` of the info `cost`: over the steps of
+                the episode that reported it, and of its last step; nan where none did
         """
         self = super().__new__(cls, returns, lengths, terminated)
         self.cut_off = np.zeros(len(returns), bool) if cut_off is None else cut_off
         self.trace = trace
+        self.infos = infos or {}
         return self
 
-    # `cut_off` and `trace` stay, which are no fields of the tuple.
+    # These stay, which are no fields of the tuple.
     def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         **fields: Any,
     ) -> "Evaluation":
-        return Evaluation(*super()._replace(**fields), self.cut_off, self.trace)
+        return Evaluation(*super()._replace(**fields), self.cut_off, self.trace, self.infos)
 
     @property
     def mean(self) -> float:
@@ -117,6 +124,12 @@ class Evaluation(_Episodes):
     def stderr(self) -> float:
         "Standard error of `mean`."
         return self.std / max(1, len(self.returns)) ** 0.5
+
+    @property
+    def info_means(self) -> dict[str, float]:
+        "The mean of each of `infos` over the episodes that have it, a rate for a success."
+        have = {name: x[~np.isnan(x)] for name, x in self.infos.items()}
+        return {name: float(x.mean()) for name, x in have.items() if len(x)}
 
     def __str__(self):
         n = len(self.returns)
@@ -197,7 +210,60 @@ class _Cutter(EnvFactory):
         )
 
 # %% ../../nbs/agents/09_evaluate.ipynb #af036f9e
-def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
+class _InfosOfEpisodes:
+    """Follows infos through the episodes of all environments.
+
+    Args:
+        names: infos that are one number, or one bool, of each environment
+        n_envs: number of environments
+    """
+
+    def __init__(self, names, n_envs):
+        self.names = tuple(names)
+        self.known = set()  # names that an environment has reported
+
+        # Of the present episodes
+        shape = len(self.names), n_envs
+        self.counts = np.zeros(shape, int)
+        self.sums = np.zeros(shape)
+        self.last = np.full(shape, np.nan)
+
+    def add(self, tick):
+        "Account for one step."
+        for k, name in enumerate(self.names):
+            numbers, is_reported = info_numbers(tick.env, tick.valid, name)
+            self.counts[k] += is_reported
+            self.sums[k] += numbers
+            self.last[k] = np.where(is_reported, numbers, np.nan)
+            if is_reported.any():
+                self.known.add(name)
+
+    def end(self, b) -> np.ndarray:
+        "Means, sums and last numbers of the episode that has ended in environment `b`, `[3, n]`."
+        with np.errstate(invalid="ignore"):
+            means = self.sums[:, b] / self.counts[:, b]  # nan where nothing was reported
+        numbers = np.stack([means, self.sums[:, b], self.last[:, b]])
+        self.counts[:, b] = 0
+        self.sums[:, b] = 0
+        return numbers
+
+    def by_name(self, episodes) -> dict:
+        """Name -> float64 [n_episodes].
+
+        Args:
+            episodes: list of what `end` has returned for each episode
+        """
+        arrays = {}
+        for k, name in enumerate(self.names):
+            for i, ending in enumerate(("mean", "sum", "last")):
+                numbers = np.array([numbers[i, k] for numbers in episodes], float)
+
+                # The sum of what nobody has ever reported is no number.
+                arrays[f"{name}_{ending}"] = numbers if name in self.known else numbers * np.nan
+        return arrays
+
+
+def _play(ticks: Iterable, quota, max_steps, rows=None, infos=None) -> Iterator:
     """Yield `(environment, return, length, terminated)` of each episode.
 
     It ends when every environment has finished its `quota` `[n_envs]`.
@@ -209,6 +275,8 @@ def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
             raise EnvError(f"n_envs={len(quota)}", expected=expected)
         if rows:
             rows.add(tick, tick.valid & (sums.count < quota))
+        if infos:
+            infos.add(tick)
         sums.add(tick.next.rew, tick.valid)
 
         # Environments that have finished their quota play on, and their episodes do not count.
@@ -313,6 +381,7 @@ def evaluate(
     max_steps: int = 100_000,
     on_limit: str | None = None,
     trace: bool = False,
+    info: Iterable[str] = (),
     on_episode: Callable | None = None,
     close: bool = True,
     device: Any = None,
@@ -346,6 +415,8 @@ def evaluate(
             see `Evaluation.cut_off`; None: cut it off with a warning in the log, but raise for a
             vector
         trace: keep the reward of each step and the actor's reports, see `Trace`
+        info: infos that are one number, or one bool, of each environment, such as
+            `["is_success"]`: see `Evaluation.infos`
         on_episode: is called with the return and the length of each episode, when it ends
         close: False: do not close the environments that are made here
         device: the actor's device, if not the host
@@ -396,7 +467,7 @@ def evaluate(
     stepper = EnvStepper(
         sources,
         actor,
-        info_keys=(),
+        info_keys=tuple(info),
         seed=seed,
         explore=not deterministic,
         close=close,
@@ -405,16 +476,17 @@ def evaluate(
     stepper.reads_last_obs = False  # so vectors that lose last observations are not refused
 
     # Play. Environments may draw from the global generators, which have states of their own here.
-    episodes_of = [[] for _ in quota]  # (return, length, terminated, cut off) of each episode
+    episodes_of = [[] for _ in quota]  # (return, length, terminated, cut off, infos) of each one
     rows = TraceRows(len(quota)) if trace else None
+    infos = _InfosOfEpisodes(info, len(quota))
     states = GlobalRandomStates(stepper.seed_sequence())
     stream: Any = iter(stepper)
     with filming, states, EvalMode(actor), closing(stream) as ticks:
         if window:
             ticks = _until_closed(ticks, window)
-        for b, ret, length, is_terminal in _play(ticks, quota, max_steps, rows):
+        for b, ret, length, is_terminal in _play(ticks, quota, max_steps, rows, infos):
             cut = bool(limited) and limited[b].cut
-            episodes_of[b].append((ret, length, is_terminal, cut))
+            episodes_of[b].append((ret, length, is_terminal, cut, infos.end(b)))
             if on_episode:
                 on_episode(ret, length)
 
@@ -427,7 +499,7 @@ def evaluate(
 
     # The episodes of all environments, environment by environment
     episodes = list(chain.from_iterable(episodes_of))
-    columns = list(zip(*episodes)) or [()] * 4
+    *columns, numbers = list(zip(*episodes)) or [()] * 5
     dtypes = float, np.int64, bool, bool
     returns, lengths, terminated, cut_off = map(np.array, columns, dtypes)
     n_cut = int(cut_off.sum())
@@ -440,7 +512,8 @@ def evaluate(
     if rows:
         is_unfinished = quota > [len(episodes) for episodes in episodes_of]
         steps = rows.trace(is_unfinished)
-    return Evaluation(returns, lengths, terminated, cut_off, steps)
+    by_name = infos.by_name(numbers)
+    return Evaluation(returns, lengths, terminated, cut_off, steps, by_name)
 
 # %% ../../nbs/agents/09_evaluate.ipynb #a153348b
 def policy_of(agent: Any) -> Any:

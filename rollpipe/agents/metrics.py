@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'LONGEST_NAME', 'OF_THE_LOOP', 'check_metrics', 'near_metric', 'added', 'mean_metrics', 'EpisodeReturns',
-           'EpisodeInfos']
+           'EpisodeInfos', 'info_numbers']
 
 # %% ../../nbs/agents/00_metrics.ipynb #ac9b36d5
 import itertools
@@ -334,7 +334,7 @@ class EpisodeReturns:
         # Every rank takes part, also one without an episode that ended.
         parts = ranks.gathered_objects(self.pop())
         returns, lengths = map(np.concatenate, zip(*parts))
-        summary = dict(episodes=self.episodes)
+        summary: dict[str, Any] = dict(episodes=self.episodes)
         if len(returns):
             summary.update(
                 return_mean=returns.mean(),
@@ -385,7 +385,7 @@ class EpisodeInfos:
         is_end = (fragment.state.fin[1:] & fragment.valid).cpu().numpy()
         self._n_ends += int(is_end.sum())
         for name in self.names:
-            values, is_reported = _info_of(fragment, name)
+            values, is_reported = info_numbers(fragment.env, fragment.valid, name)
             ends = self._accounts[name].see_fragment(fragment, torch.as_tensor(values))
             if is_reported.any():
                 self._known.add(name)
@@ -419,7 +419,7 @@ class EpisodeInfos:
                 "No environment has reported the info %s until the end of an episode, so it has no "
                 "metrics yet. Infos that are numbers: %s.",
                 ", ".join(unknown),
-                ", ".join(map(str, _reported(fragment))) or "none",
+                ", ".join(map(str, _reported(fragment.env))) or "none",
             )
 
     def metrics(self) -> dict[str, float]:
@@ -442,28 +442,45 @@ class EpisodeInfos:
 _log = logging.getLogger(__name__)
 
 
-def _reported(fragment):
-    "The infos that environments of a fragment have reported, without the masks."
-    infos = fragment.env if isinstance(fragment.env, dict) else {}
+def _reported(infos):
+    "The names of the infos of a fragment or tick that environments have reported."
+    if not isinstance(infos, dict):
+        return []
     return [key for key in infos if str(key)[:1] != "_" or str(key)[1:] not in infos]
 
 
-def _info_of(fragment, name):
-    "An info as float64 [T, B], 0 where it was not reported, and bool [T, B]: where it was."
-    valid = fragment.valid.cpu().numpy()
-    if name not in _reported(fragment):
-        return np.zeros(valid.shape), np.zeros(valid.shape, bool)
-    column = fragment.env[name]
-    if getattr(column, "shape", None) != fragment.valid.shape:
+def info_numbers(infos: Any, valid: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of an info, and which rows have one.
+
+    Raises `DataError` if it is not one number of each environment.
+
+    Args:
+        infos: `env` of a fragment or of a tick
+        valid: bool [T, B] or [B]: `valid` of the same
+        name: name of the info
+
+    Returns:
+        numbers: float64, shaped as `valid`; 0 where the info was not reported
+        is_reported: bool, shaped as `valid`
+    """
+    is_reported = _on_host(valid).copy()
+    if name not in _reported(infos):
+        return np.zeros(is_reported.shape), np.zeros(is_reported.shape, bool)
+    column = infos[name]
+    if getattr(column, "shape", None) != valid.shape:
         raise DataError(
             "an info is no metric",
             leaf=f"info[{name!r}]",
             expected="one number of each environment",
             got=describe(column),
         )
-    is_reported = valid.copy()
-    mask = fragment.env.get(f"_{name}")
+    mask = infos.get(f"_{name}")
     if mask is not None:
-        is_reported &= mask.cpu().numpy()
-    values = column.cpu().numpy().astype(np.float64)
-    return np.where(is_reported, values, 0.0), is_reported
+        is_reported &= _on_host(mask)
+    numbers = _on_host(column).astype(np.float64)
+    return np.where(is_reported, numbers, 0.0), is_reported
+
+
+def _on_host(x):
+    "A tensor or an array as an array of numpy."
+    return x.cpu().numpy() if isinstance(x, torch.Tensor) else x

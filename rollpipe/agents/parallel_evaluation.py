@@ -44,7 +44,7 @@ class Evaluated(NamedTuple):
 
     @property
     def metrics(self) -> dict:
-        "The `METRICS` of a record."
+        "The `METRICS` of a record, and those of infos, such as `eval_info/is_success_last`."
         evaluation = self.evaluation
         metrics = dict(
             eval_version=float(self.version),
@@ -56,6 +56,8 @@ class Evaluated(NamedTuple):
         )
         if evaluation.cut_off.any():
             metrics["eval_cut_off"] = float(evaluation.cut_off.sum())
+        for name, mean in evaluation.info_means.items():
+            metrics[f"eval_info/{name}"] = mean
         return metrics
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #905ad2c6

@@ -372,6 +372,8 @@ def evaluate_command(
         **playing(checkpoint.config, max_episode_steps),
     )
     print(evaluation)
+    for name, mean in evaluation.info_means.items():
+        print(f"info/{name}: {mean:.4g}")
     if record:
         print(f"film: {record}")
 

@@ -386,7 +386,9 @@ class EvaluationsBySteps(Observer):
         returns = np.array(now[-1]["returns"])
         lengths = np.array(now[-1]["lengths"])
         evaluation = Evaluation(returns, lengths, np.zeros(len(returns), bool))
-        return Evaluated(version_of(run.agent.actor), evaluation, 0.0).metrics
+        metrics = Evaluated(version_of(run.agent.actor), evaluation, 0.0).metrics
+        infos = now[-1].get("info", {})
+        return metrics | {f"eval_info/{name}": mean for name, mean in infos.items()}
 
     def _evaluated_if_due(self):
         "Evaluate the present policy if that is due. Returns its metrics."
@@ -423,7 +425,7 @@ class EvaluationsBySteps(Observer):
             self.best.compare(answer, seed)
 
         evaluation = answer.evaluation
-        line = dict(
+        line: dict[str, Any] = dict(
             kind=kind,
             steps=now["steps"],
             updates=updates,
@@ -437,6 +439,8 @@ class EvaluationsBySteps(Observer):
         )
         if evaluation.cut_off.any():
             line["cut_off"] = int(evaluation.cut_off.sum())
+        if evaluation.info_means:
+            line["info"] = evaluation.info_means
         self.lines.append(line)
         write_evaluations(self.run.folder, self.lines)
         return answer

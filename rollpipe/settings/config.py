@@ -556,7 +556,7 @@ def changeable(values: Any) -> Any:
 
 
 def playing(config: dict, max_episode_steps: int | None = None) -> dict:
-    """The options of `evaluate` that a run decides: its environment, and the limit of an episode.
+    """The options of `evaluate` that a run decides: environment, infos, and limit of an episode.
 
     Args:
         config: see `make_config`
@@ -578,6 +578,7 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
         env_kwargs=env_kwargs,
         max_steps=max([LONGEST, *filter(None, limits)]),
         on_limit="cut",
+        info=infos_named(config.get("info")),
     )
 
 # %% ../../nbs/settings/05_config.ipynb #05d2f348
