@@ -12,6 +12,7 @@ from rollpipe.pipes import rollouts
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import fork, make_config, read_metrics, resume, start, train
 from rollpipe.runs.asking import view
+from rollpipe.runs.evaluations import read_evaluations
 from rollpipe.runs.moments import verify
 
 N_STEPS = 7
@@ -180,6 +181,32 @@ def test_episodes_that_last_leaves_out_are_counted_once(caplog):
     (said,) = [r.message for r in caplog.records if "solved_last" in r.message]
     assert "The last steps of 2 of 4 episodes did not report the info solved" in said
     assert "Report it in the last step of every episode, a failure as False or 0." in said
+
+
+# Of twelve episodes in eight environments, the first eight have three steps, and the others four.
+EVALUATED = {
+    "eval_info/cost_mean": (8 * 2 + 4 * 2.5) / 12,
+    "eval_info/cost_sum": (8 * 6 + 4 * 10) / 12,
+    "eval_info/cost_last": (8 * 3 + 4 * 4) / 12,
+    "eval_info/solved_last": 8 / 12,
+}
+
+
+@pytest.mark.parametrize("eval_every, n_evaluations", [(2, 2), (f"{N_STEPS * 8} steps", 3)])
+def test_evaluations_have_the_infos_too(eval_every, n_evaluations, tmp_path, capsys):
+    options = dict(eval_every=eval_every, eval_episodes=12, final_episodes=12)
+    folder = trained(tmp_path / "run", config_of(steps=N_STEPS * 4 * 2, **options))
+    train(resume(folder, steps=N_STEPS * 4 * 4), progress=False, tensorboard=False)
+    metrics = read_metrics(folder)
+    for name, number in EVALUATED.items():
+        evaluated = metrics[name][np.isfinite(metrics[name])]
+        np.testing.assert_allclose(evaluated, [number] * n_evaluations)
+    for line in read_evaluations(folder):
+        assert line["info"]["solved_last"] == pytest.approx(8 / 12)
+
+    # Also those of the command line
+    assert rollpipe("evaluate", folder, "--episodes", "12", "--seed", "0") == 0
+    assert "info/solved_last: 0.6667" in capsys.readouterr().out
 
 
 def test_data_have_no_infos(tmp_path):

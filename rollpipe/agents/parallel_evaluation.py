@@ -10,6 +10,7 @@ __all__ = ['Evaluated', 'evaluated', 'Evaluator', 'serve', 'answer_all', 'Evalua
 import math
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -364,6 +365,7 @@ class ParallelEvaluation(EvaluationProcess):
         close: False: do not close the environments that are made here
         record: file for a film of the first episode; the version replaces `{version}` in its name,
             see `str.format`
+        info: infos that are one number, or one bool, of each environment, see `evaluate`
         ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of
             `RayReading`
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
@@ -387,6 +389,7 @@ class ParallelEvaluation(EvaluationProcess):
         on_limit: str | None = None,
         close: bool = True,
         record: str | Path | None = None,
+        info: Iterable[str] = (),
         ray: dict | None = None,
         start_method: str | None = None,
         worker_threads: int = 1,
@@ -429,6 +432,7 @@ class ParallelEvaluation(EvaluationProcess):
             on_limit=on_limit,
             close=close,
             record=record,
+            info=tuple(info),
         )
         self.seed = seed
 
