@@ -1,4 +1,4 @@
-"""What learns from the stream: one algorithm, one file."""
+"""What learns from the batches of a pipeline: families of algorithms, and what they share."""
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .evaluate import RandomActor, evaluate

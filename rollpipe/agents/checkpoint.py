@@ -29,13 +29,13 @@ class Checkpoint(NamedTuple):
     """The content of a file: all that a run needs to continue.
 
     Args:
-        config: configuration that held at this moment, from which the agent can be built again
+        config: configuration at this moment, from which the agent can be built again
         counters: steps, updates, episodes, ... so far
         agent_state: for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
         evaluated: result of an evaluation of exactly this agent; None: not evaluated
         pipes: name -> state of a pipe that learns; None: there is none
-        stream: state of the stream, with which a resumed training goes on exactly; None: it begins
-            new episodes
+        stream: state of the stream, with which a resumed training continues exactly; None: a
+            resumed training begins new episodes
         history: events of the run up to this moment, as plain data; None: it is not the checkpoint
             of a run
     """
@@ -154,8 +154,9 @@ def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None
 def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint; nothing in it is executed.
 
-    Raises `CheckpointError` if the file is missing, damaged, of another kind or version. For a run
-    that keeps some, it names the newest one.
+    Raises `CheckpointError` if the file is missing, damaged, of another kind or version. If there
+    are kept checkpoints in the folder `checkpoints` beside the file, the error names the newest
+    one.
 
     Args:
         path: file that `save_checkpoint` wrote

@@ -98,7 +98,7 @@ class Evaluation(_Episodes):
         self.infos = infos or {}
         return self
 
-    # These stay, which are no fields of the tuple.
+    # The method of the tuple would lose `cut_off`, `trace` and `infos`, which are no fields of it.
     def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         **fields: Any,
@@ -176,8 +176,9 @@ class _CutOff(gym.Wrapper):
 class _Cutter(EnvFactory):
     """A factory of environments whose episodes are cut off after `max_steps` steps.
 
-    It appends each of them to the list `limited`. The episodes of a vector cannot be cut off. With
-    `must_cut`, a vector raises `EnvError`. Otherwise it stays as it is, and is not in the list.
+    It appends each of these environments to the list `limited`. The episodes of a vector cannot be
+    cut off. With `must_cut`, a vector raises `EnvError`. Otherwise the vector stays as it is, and
+    is not in the list.
     """
 
     takes_seed = True
@@ -199,6 +200,7 @@ class _Cutter(EnvFactory):
         if not self.must_cut:
             return env
 
+        # The caller never gets this vector, so it is closed here.
         if self.closes:
             close_env(env, self.name)
         raise EnvError(
@@ -266,7 +268,8 @@ class _InfosOfEpisodes:
 def _play(ticks: Iterable, quota, max_steps, rows=None, infos=None) -> Iterator:
     """Yield `(environment, return, length, terminated)` of each episode.
 
-    It ends when every environment has finished its `quota` `[n_envs]`.
+    It ends when every environment has finished its `quota` `[n_envs]`. `rows` collects the steps
+    that count, see `TraceRows`.
     """
     sums = EpisodeSums(len(quota))
     for tick in ticks:
@@ -328,11 +331,12 @@ def check_limit(max_steps: int, on_limit: str | None, pipe: Any = None) -> None:
 def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
     """One factory for each environment of `evaluate`.
 
-    Those that do not work side by side come once, unless `n_envs` says otherwise.
+    Unless `n_envs` is given, environments that disturb one another are not repeated.
     """
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
 
-    # A window shows one environment, and instances cannot be copied. Others play up to 8 at a time.
+    # A window shows one environment, and instances cannot be copied. In all other cases the sources
+    # are repeated, up to 8 environments in all.
     n = n_envs
     if n_envs is None and render:
         n = len(sources)
@@ -341,7 +345,7 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
         n = max(len(sources), copies * len(sources))
     factories = env_sources(sources, n, env_kwargs)
 
-    # Those that would disturb one another play one at a time, unless the user has chosen a number.
+    # Environments that would disturb one another are not repeated, unless the user chose a number.
     if n_envs is None and len(factories) > len(sources):
         why = _why_alone(factories, close)
         if why:
@@ -353,12 +357,12 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
 def _why_alone(factories, close):
     """Which environments of a list do not work side by side, and why; None: all do.
 
-    A test makes environments and closes them. So without `close` nothing is tested.
+    The test makes environments and closes them. So without `close`, there is no test.
     """
     single = [factory for factory in factories if isinstance(factory, EnvFactory) and close]
     count_of = Counter(factory.key for factory in single)
 
-    # One of each kind that stands at several places
+    # One factory of each kind that occurs more than once
     repeated = {factory.key: factory for factory in single if count_of[factory.key] > 1}
     for factory in repeated.values():
         why = why_alone(factory)
@@ -392,17 +396,17 @@ def evaluate(
     >>> len(result.returns), bool((result.returns == result.lengths).all())
     (3, True)
 
-    If the window is closed, the result holds the episodes that have ended by then, perhaps none.
-    During the evaluation, the global random generators of Python, numpy and torch have states from
-    `seed`; then they get their former states again. Raises `DataError`, and the errors of
-    `EnvStepper`.
+    If the user closes the window, the result holds the episodes that have ended by then, perhaps
+    none. During the evaluation, the global random generators of Python, numpy and torch have states
+    from `seed`. Afterwards they get their former states again. Raises `DataError`, and the errors
+    of `EnvStepper`.
 
     Args:
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
         actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
         n_episodes: number of whole episodes
-        n_envs: number of environments side by side (of a vector: all); None: at most 8, or all
-            instances; one if a test finds that they disturb one another
+        n_envs: number of environments side by side (of a vector: all of its environments); None: at
+            most 8, or all instances; one if a test finds that copies disturb one another
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
         record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 10,000
@@ -453,8 +457,8 @@ def evaluate(
         window = Window(sources[0], close)
         sources = [window, *sources[1:]]
 
-    # A source that stands at several places gets one cutter, because `EnvStepper` takes a vector
-    # only if all places have the same source.
+    # A source that occurs more than once in the list gets one cutter, because `EnvStepper` accepts
+    # a vector only if all its places in the list hold the same object.
     limited: list[_CutOff] = []  # the environments whose episodes are cut off
     if on_limit != "raise":
         must_cut = on_limit == "cut"
@@ -473,7 +477,8 @@ def evaluate(
         close=close,
         device=device,
     )
-    stepper.reads_last_obs = False  # so vectors that lose last observations are not refused
+    # An evaluation needs no last observations, so a vector that loses them is not refused.
+    stepper.reads_last_obs = False
 
     # Play. Environments may draw from the global generators, which have states of their own here.
     episodes_of = [[] for _ in quota]  # (return, length, terminated, cut off, infos) of each one
@@ -490,8 +495,9 @@ def evaluate(
             if on_episode:
                 on_episode(ret, length)
 
-    # The user's choice of environments is tested after the evaluation, because the test makes some,
-    # and the first environments of a factory are to be those of the evaluation.
+    # Do the environments that the user chose disturb one another? The test comes after the
+    # evaluation, because it makes environments, and the evaluation gets the first ones of a
+    # factory.
     if n_envs is not None or isinstance(env, (list, tuple)):
         why = _why_alone(factories, close)
         if why:
@@ -508,6 +514,8 @@ def evaluate(
             f"{n_cut} of {len(cut_off)} episodes were cut off after {max_steps:,} steps "
             "(max_steps), so their returns are partial"
         )
+
+    # The single steps, of finished episodes alone
     steps = None
     if rows:
         is_unfinished = quota > [len(episodes) for episodes in episodes_of]
@@ -519,7 +527,7 @@ def evaluate(
 def policy_of(agent: Any) -> Any:
     """The policy of a learner that is evaluated and exported.
 
-    It is the mean of the learner's weights (`average.policy`) if it keeps one, or else its actor.
+    If the learner keeps an average of its policy's weights, it is `average.policy`, else the actor.
     """
     if getattr(agent, "average", None) is None:
         return agent.actor

@@ -57,7 +57,8 @@ class _Known(NamedTuple):
     """What `Adam` knows about a group of parameters, which have one dtype and one device.
 
     Args:
-        states: the averages of each parameter; None: it has none yet
+        params: the parameters of the group
+        states: the averages of each parameter; None: the parameter has none yet
         counts: the number of steps of each parameter that has averages, 0-dim views of `all_counts`
     """
 
@@ -78,7 +79,7 @@ def _known(group, state) -> _Known | None:
         return None
     states = [state.get(p) or None for p in params]
 
-    # One tensor of all step counts can be raised at once.
+    # All step counts are in one tensor, so that one operation counts a step of all parameters.
     with_averages = [x for x in states if x is not None]
     all_counts = torch.empty(0)
     if with_averages:
@@ -92,7 +93,7 @@ def _known(group, state) -> _Known | None:
 def _first_state(p) -> dict:
     """The initial state of torch's fused Adam for a parameter.
 
-    To make it, torch would import its compiler, which takes a second.
+    It is made here, because torch would import its compiler for it, which takes a second.
     """
     return dict(
         step=torch.zeros((), dtype=torch.float32, device=p.device),
@@ -154,9 +155,9 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; a parameter without gradient stays.
+        """Take one step. A parameter without gradient stays.
 
-        Returns what `closure` returns, if there is one.
+        Returns the result of `closure`, if there is one.
         """
         work = self._work() if closure is None and not self._is_watched() else None
         if work is None:
@@ -197,17 +198,18 @@ class Adam(torch.optim.Adam):
     state_dict = _unwrapped(torch.optim.Adam.state_dict)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, also from an `Adam` that has these parameters in other groups.
+        """As torch's method, but the groups of the saved optimiser may differ from those here.
 
-        Parameters share a group as long as their learning rates are equal.
+        They differ because parameters share a group only if their learning rates are equal. The
+        parameters must be the same, in the same order.
         """
         # One group for each parameter, in the order of the state
         single_groups = []
         for group in state_dict["param_groups"]:
             single_groups += [group | dict(params=[p]) for p in group["params"]]
 
-        # Those of a group here become one again, with the options of the first. What is left over
-        # stays, so that torch raises its error.
+        # Join the single groups of each group of this optimiser, with the options of the first one.
+        # Groups that are left over stay, so that torch raises its error.
         left_over = iter(single_groups)
         groups = []
         for group in self.param_groups:
@@ -260,7 +262,7 @@ class Adam(torch.optim.Adam):
             if any(g.is_sparse for _, g, _ in rows):
                 return None
 
-            # Parameters with their first gradient get averages, and then the groups are known anew.
+            # Parameters with their first gradient get averages. Then `_groups` is made again.
             new = [p for p, _, averages in rows if averages is None]
             for p in new:
                 self.state[p] = _first_state(p)
@@ -273,7 +275,7 @@ class Adam(torch.optim.Adam):
     def _is_known(self) -> bool:
         """Do parameters and state still consist of the objects in `_groups`?
 
-        After `load_state_dict` or a change by hand they do not.
+        They do not after `load_state_dict` or a change by hand.
         """
         if len(self._groups) != len(self.param_groups):
             return False
@@ -300,8 +302,8 @@ def adam_for(
     Args:
         lr: learning rate of the actor's parameters
         critic_lr: learning rate of the parameters that only the critic has
-        apart: make two groups even if the two learning rates are equal, because they will not stay
-            so
+        apart: make two groups even if the two learning rates are equal now, because they will
+            differ later
     """
     params = []
     params_of_group = {}
@@ -313,6 +315,7 @@ def adam_for(
         known = {id(p) for p in params}
         new = [p for p in module.parameters() if p.requires_grad and id(p) not in known]
         if new:
+            # Parameters with the same key share a group.
             key = rate, apart and module is critic
             params_of_group.setdefault(key, []).extend(new)
         params += new
@@ -324,7 +327,7 @@ def adam_for(
 def _laid_out(g, p):
     """The gradient in the memory layout of its parameter, which torch's fused kernels do not check.
 
-    That of a convolution may have another.
+    The gradient of a convolution's weight may have another layout.
     """
     if g is None or g.is_sparse or g.stride() == p.stride():
         return g
@@ -381,21 +384,21 @@ def descend(
 class GradientLearner(ByAdam, Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
-    `params` are the trainable parameters of actor and critic, each once, and those of networks in
-    other attributes, which a loss may use, too. One step with one limit of the gradient changes
-    them all. `fit` uses the same optimiser. A subclass writes `loss(batch)`, or `improve(batch)` for
-    more than one step.
+    `params` are the trainable parameters of actor and critic, each once. Networks in other
+    attributes, which a loss may use, too, add theirs. One step with one limit of the gradient
+    changes all parameters. `fit` uses the same optimiser. A subclass writes `loss(batch)`, or
+    `improve(batch)` for more than one step.
     """
 
     def __post_init__(self):
         super().__post_init__()
 
-        # Rates that are equal now may part later, if one of them has a schedule. A critic without a
-        # rate of its own follows `lr`.
+        # Rates that are equal now may differ later, if one of them has a schedule. A critic without
+        # a rate of its own follows `lr`.
         has_critic_lr = self.critic_lr is not None
-        may_part = "critic_lr" in self.schedules or ("lr" in self.schedules and has_critic_lr)
+        may_differ = "critic_lr" in self.schedules or ("lr" in self.schedules and has_critic_lr)
         self.params, self.optimizer = adam_for(
-            self.actor, self.critic, self.lr, self.lr_of_critic, may_part
+            self.actor, self.critic, self.lr, self.lr_of_critic, may_differ
         )
 
         # The option of each group's learning rate: the actor's group comes first, if there is one.
@@ -406,7 +409,7 @@ class GradientLearner(ByAdam, Learner):
         self.names_of_rates = names[: len(self.optimizer.param_groups)]
 
     def adopt(self) -> None:
-        """Let `optimizer` train the networks of one's own that are in no optimiser.
+        """Let `optimizer` train the own networks (see `own_parts`) that are in no optimiser.
 
         Their learning rate is `lr`.
         """
@@ -418,15 +421,15 @@ class GradientLearner(ByAdam, Learner):
     def rates(self) -> list:
         """Pairs of a group of the optimiser and the option that is its learning rate.
 
-        The groups are that of the actor, if it has something to learn, that of a critic with a
-        learning rate of its own, and those of `adopt`.
+        There is a group of the actor, if it has trainable parameters, a group of a critic with a
+        learning rate of its own, and the groups of `adopt`.
         """
         return list(zip(self.optimizer.param_groups, self.names_of_rates))
 
     def set_option(self, name: str, value: Any) -> None:
         """As `ScheduledLearner.set_option`.
 
-        Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser.
+        Raises `DataError` for `lr` if one group of the optimiser has both `lr` and `critic_lr`.
         """
         if name == "lr" and self.critic_lr is not None and self.shares_group:
             raise DataError(
@@ -440,7 +443,7 @@ class GradientLearner(ByAdam, Learner):
 
     @property
     def shares_group(self) -> bool:
-        "Have the actor and a critic with parameters of its own one group of the optimiser?"
+        "Does the first group of the optimiser have parameters of the actor, and others?"
         actor_ids = {id(p) for p in self.actor.parameters()}
         first_group = self.optimizer.param_groups[0]
         are_of_actor = [id(p) in actor_ids for p in first_group["params"]]
@@ -467,7 +470,7 @@ class GradientLearner(ByAdam, Learner):
             n,
         )
 
-    # `(loss, metrics)`: a 0-dim tensor with a graph, and the metrics to be reported
+    # It returns `(loss, metrics)`: a 0-dim tensor with a graph, and the metrics of the step.
     loss = must_define("loss(batch)")
 
     def improve(self, batch: Fragment) -> dict:
@@ -495,7 +498,7 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
     c_value: float = number(0.5, changes="by schedule")
     critic_epochs: int = not_offered(0)
     joins_ranks = True  # see `ranks.distributed`
-    # value targets without a critic, too: the actor may report values
+    # Value targets are needed even without a critic, because the actor may report values.
     batch_needs = ("adv", "ret", "logp")
 
     def update(self, batch: Fragment) -> dict:

@@ -35,7 +35,7 @@ from ..pipes.graph.modules import bump_version, few_threads, version_of
 from ..pipes.workers.entry import keep_freed_memory
 
 # %% ../../nbs/agents/07_learner.ipynb #a8950165
-# The square of a larger float32 is infinite. No finite float16 is larger.
+# The largest float32 whose square is finite. All finite float16 are smaller.
 LARGEST = torch.finfo(torch.float32).max ** 0.5
 
 
@@ -44,11 +44,11 @@ def check_batch(
     needs: tuple[str, ...],
     name: str,
 ) -> None:
-    """Raise `DataError` if a fragment cannot be learned from.
+    """Raise `DataError` if a learner cannot learn from a batch.
 
-    It lacks one of its `needs`, or a valid row, or has a valid number that is not finite or too
-    large. Observations, actions, rewards, advantages, value targets and log-probabilities must be
-    finite, and so must their squares.
+    The batch must have the leaves in `needs`, and a valid row. In valid rows, observations,
+    actions, rewards, advantages, value targets and log-probabilities must be finite, and so must
+    their squares.
 
     Args:
         batch: the batch of an update
@@ -79,7 +79,7 @@ def check_batch(
     if not batch.valid.any():
         raise DataError("no valid row in the batch", pipe=name, leaf="valid")
 
-    # The numbers of its valid rows
+    # The numbers of the valid rows
     trees = {
         "obs": nested.getitem(batch.state.obs, slice(-1)),
         "act": nested.getitem(batch.state.act, slice(1, None)),
@@ -112,8 +112,9 @@ def number_error(
     """The error for numbers that are not finite, or whose squares are not.
 
     Args:
-        what: what they are, with its article
-        finite: the text of what is expected, if the number is nan or infinite
+        x: the numbers
+        what: what the numbers are, with an article, such as 'a value in the batch'
+        finite: text for what is expected in place of nan or infinite numbers
         **where: context for the message: pipe, lane, env, leaf
     """
     if x.isfinite().all():
@@ -157,7 +158,7 @@ def _state(x: Any) -> Any:
 
 @torch.no_grad()
 def _restored(x: Any, state: Any) -> Any:
-    "The part with this state. Modules, optimisers and tensors are changed in place."
+    "Give a part its state again; returns it. Modules, optimisers and tensors change in place."
     if isinstance(x, dict):
         lacking = x.keys() - state.keys()
         if lacking:
@@ -175,14 +176,14 @@ def _restored(x: Any, state: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.copy_(state)
 
-    # A number, which gets the type that it has here.
+    # A number, which keeps the type that the learner's attribute has.
     return type(x)(state)
 
 
 def _in_few_threads(update):
-    """The method `update`, which computes small networks with one thread.
+    """Wrap the method `update`, so that small networks are computed with one thread.
 
-    A number of threads that the user has chosen stays.
+    If the user has chosen a number of threads, this number stays.
     """
 
     @wraps(update)
@@ -203,20 +204,21 @@ class LearnerState(Changing):
         actor: the module that acts and learns
         critic: the module that values states, or None
         seed: seed of what an update draws, such as the order of minibatches
-        average_policy: number of updates over which the weights of the evaluated and exported
-            policy are averaged, approximately; 0: it has the last weights
+        average_policy: approximate number of updates over which the weights of the evaluated and
+            exported policy are averaged; 0: this policy has the last weights
     """
 
     actor: Any = field(kw_only=False, repr=False)
     critic: Any = field(default=None, kw_only=False, repr=False)
     seed: int = integer(0, 0)
     average_policy: int = integer(0, 0)
-    # methods that the actor must have, and a class that has them
+    # methods that the actor must have, and a class that has these methods, for messages
     actor_needs = ("replay",)
     actor_kind = "a `rollpipe.layers.Policy`"
     # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
     keeps = ("critic", "optimizer")
-    trained = ""  # of a learner that was loaded: in what and for how long; `repr` shows it
+    # for `repr`: environment and number of steps of the training from which a learner was loaded
+    trained = ""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -246,7 +248,7 @@ class LearnerState(Changing):
                 got=describe(critic),
             )
 
-        # The options, and what belongs to the state
+        # Check the options, and make the other parts of the state.
         self.plan()
         self.generator = torch.Generator().manual_seed(self.seed)
         self.steps = 0
@@ -256,14 +258,14 @@ class LearnerState(Changing):
     def own_parts(self) -> dict[str, Any]:
         """The networks, parameters and optimisers that a subclass or a user has set as attributes.
 
-        They may stand alone or in lists, tuples and dicts. Those in the attributes of `keeps` are
-        not among them, and neither are parts of these, of the actor and of the critic.
+        These own parts may stand alone or in lists, tuples and dicts. The actor, the critic and the
+        attributes in `keeps` are no own parts, and neither are the modules and parameters in them.
 
         Returns:
             dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
         """
-        # `params` lists weights that other attributes hold. It is not in `known`, because `adopt`
-        # puts parts of one's own into it.
+        # `params` only lists weights of other attributes, so it is left out. It is not in `known`,
+        # because `adopt` adds the weights of own parts to it.
         known = {"actor", "critic", "average", *self.keeps}
         others = {
             name: x for name, x in vars(self).items() if name not in known and name != "params"
@@ -272,15 +274,16 @@ class LearnerState(Changing):
         if not parts:
             return {}
 
-        # Modules and parameters of the known networks are no parts of one's own.
+        # Modules and parameters of the known networks are no own parts.
         known_ids = set()
-        for _, network in _parts((name, getattr(self, name, None)) for name in known):
+        known_attributes = [(name, getattr(self, name, None)) for name in known]
+        for _, network in _parts(known_attributes):
             modules = network.modules() if isinstance(network, torch.nn.Module) else ()
             known_ids.update(map(id, [*modules, *_weights(network)]))
         return {name: x for name, x in parts.items() if id(x) not in known_ids}
 
     def untrained(self) -> dict[str, list]:
-        """Name of a part of one's own -> its trainable parameters that no optimiser has.
+        """Name of an own part (see `own_parts`) -> its trainable parameters that no optimiser has.
 
         Parts without such parameters are left out.
         """
@@ -289,7 +292,7 @@ class LearnerState(Changing):
             if isinstance(part, Optimizer):
                 trained.update(map(id, parameters_of(part)))
 
-        # A parameter of two parts counts for the first.
+        # A parameter in two parts counts for the first one.
         lacking = {}
         for name, part in self.own_parts().items():
             parameters = [p for p in _weights(part) if p.requires_grad and id(p) not in trained]
@@ -299,10 +302,10 @@ class LearnerState(Changing):
         return lacking
 
     def adopt(self) -> None:
-        """Let an optimiser train the networks of one's own that no optimiser has.
+        """Let an optimiser train the own networks (see `own_parts`) that no optimiser has.
 
-        `GradientLearner` adds them to its `optimizer`. This base has no optimiser that could train
-        them, so it raises `DataError` for the first of them.
+        `GradientLearner` adds their parameters to its `optimizer`. This base class has no optimiser
+        that could train them, so it raises `DataError` for the first of these networks.
         """
         for name in self.untrained():
             attribute = f"self.{name.partition('.')[0]}_optimizer"
@@ -315,14 +318,14 @@ class LearnerState(Changing):
             )
 
     def _attributes(self, names):
-        "Name -> attribute, for those that are not None."
+        "Name -> attribute, for the attributes that are not None."
         values = {name: getattr(self, name) for name in names}
         return {name: x for name, x in values.items() if x is not None}
 
     def state_dict(self) -> dict:
         """All that is needed to resume training.
 
-        It has weights, normalisers, optimisers, the version, the number of steps and the random
+        These are weights, normalisers, optimisers, the version, the number of steps and the random
         state.
         """
         self.adopt()
@@ -338,8 +341,8 @@ class LearnerState(Changing):
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned.
 
-        If the state has no average of the policy, that of the learner begins with the weights of
-        the state.
+        If the state has no average of the policy, the average of the learner begins with the
+        weights in the state.
 
         Raises `DataError` if the learner lacks a part of the state, or the state a part of the
         learner.
@@ -396,11 +399,13 @@ def _parts(items):
 
 
 def _weights(part):
-    "The parameters of a part of a learner that have values; none of an optimiser."
+    "The parameters of a network, or the tensor itself, if they have values; [] for an optimiser."
     if isinstance(part, torch.nn.Module):
         parameters = part.parameters()
     else:
         parameters = [part] if isinstance(part, torch.Tensor) else []
+
+    # A lazy parameter has no value before the first forward pass.
     return [p for p in parameters if not torch.nn.parameter.is_lazy(p)]
 
 
@@ -412,7 +417,7 @@ def _network(module):
 
 # %% ../../nbs/agents/07_learner.ipynb #9be8227e
 class ScheduledLearner(LearnerState):
-    """Base of learners with options that change.
+    """Base of learners whose options and learning rates may change during the training.
 
     Args:
         decay_steps: environment steps in which learning rates and trust regions fall linearly to 0;
@@ -425,7 +430,9 @@ class ScheduledLearner(LearnerState):
 
     def rates(self) -> list:
         "Pairs of a group of an optimiser and the option that is its learning rate, or None."
-        return [(group, None) for group in self.optimizer.param_groups] if self.optimizer else []
+        if not self.optimizer:
+            return []
+        return [(group, None) for group in self.optimizer.param_groups]
 
     def set_rates(self) -> dict:
         "Set the options that change, and the learning rates, for the next update. Returns metrics."
@@ -438,7 +445,7 @@ class ScheduledLearner(LearnerState):
                 got=str(decay_steps),
             )
 
-        # The options with a schedule, then the learning rates of the optimisers
+        # First the options with a schedule, then the learning rates of the optimisers
         values = self.advance()
         for group, name in self.rates():
             schedule = self.schedules.get(name)
@@ -458,19 +465,19 @@ class ScheduledLearner(LearnerState):
         return metrics
 
     def decay_of_rate(self, group: dict) -> Schedule | None:
-        "How the learning rate of a group falls by `decay_steps`; None: it stays."
+        "The schedule by which `decay_steps` lowers the learning rate of a group; None: it stays."
         first_rate = group.get("initial_lr", group["lr"])
         return Schedule(self.decay_shape, first_rate, 0.0, self.decay_steps)
 
     def decay_of_option(self, name: str, value: Any) -> Schedule | None:
-        "How another option falls by `decay_steps`; None: it stays."
+        "The schedule by which `decay_steps` lowers an option in `decaying`; None: it stays."
         if self.decay_steps and name in self.decaying and value is not None:
             return Schedule(self.decay_shape, value, 0.0, self.decay_steps)
 
     def set_option(self, name: str, value: Any) -> None:
-        """As `Changing.set_option`; a learning rate reaches its optimiser.
+        """As `Changing.set_option`. A learning rate also reaches its optimiser.
 
-        Raises `DataError` for a critic without one of its own.
+        Raises `DataError` for `critic_lr` if the critic has no learning rate of its own.
         """
         groups = [group for group, option in self.rates() if option == name]
         if name == "critic_lr" and (value is None or not groups):
@@ -490,22 +497,22 @@ class ScheduledLearner(LearnerState):
     def load_state_dict(self, state: dict) -> None:
         """As `LearnerState.load_state_dict`.
 
-        The learning rates are those of this learner: they are options, and no state.
+        The learning rates stay those of this learner, because they are options and no state.
         """
         super().load_state_dict(state)
         for group, name in self.rates():
             if not name:
                 continue
 
-            # A rate with a schedule of its own is set before the next update. One that falls by
-            # `decay_steps` does so from its `initial_lr` on. All others are constant.
+            # A rate with a schedule of its own is set before the next update. A rate that falls by
+            # `decay_steps` is computed from `initial_lr`. All others are constant.
             has_schedule = name in self.schedules
             decays = bool(self.decay_steps) and self.decay_of_rate(group) is not None
             if not has_schedule and not decays:
                 group.pop("initial_lr", None)
 
-            # The option takes the place of the rate in the state. A group without `initial_lr` has
-            # not been set for an update yet, and begins with its `lr`.
+            # The option replaces the rate in the state. A group has no `initial_lr` if its rate is
+            # constant, or if no update has set it yet. Then `lr` is the rate of the next update.
             if "initial_lr" not in group:
                 group["lr"] = getattr(self, name)
             elif not has_schedule:
@@ -522,7 +529,7 @@ class Learner(ScheduledLearner):
     """
 
     critic_epochs: int = integer(4, changes="between updates")
-    # leaves that a batch must have; with 'adv' and a critic, 'ret', too
+    # leaves that a batch must have; if they include 'adv' and there is a critic, also 'ret'
     batch_needs = ("adv", "logp")
 
     def __post_init__(self):
@@ -531,7 +538,7 @@ class Learner(ScheduledLearner):
             self._check_that_values_are_fitted()
 
     def _check_that_values_are_fitted(self):
-        "Raise `DataError` if this learner fits no values. The actor reports some."
+        "Raise `DataError` if this learner fits no values, although its actor reports values."
         needs_only_adv = "adv" in self.batch_needs and "ret" not in self.batch_needs
         if self.critic is None and needs_only_adv:
             raise DataError(
@@ -551,7 +558,7 @@ class Learner(ScheduledLearner):
             self._check_that_values_are_fitted()
         start = perf_counter()
 
-        # The policy. Its normaliser changes after the batch was used.
+        # The policy. Its normaliser is updated after the last use of the batch.
         outcome = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(outcome)
@@ -569,9 +576,10 @@ class Learner(ScheduledLearner):
         )
 
     def begin(self, batch: Fragment, may_be_empty: bool = False) -> dict:
-        """Check a batch, and set the learning rates for it. Returns metrics.
+        """Check a batch, and set the options and learning rates for it. Returns metrics.
 
-        With `may_be_empty`, a batch without a valid row is no error. Its leaves are not checked.
+        With `may_be_empty`, a batch without a valid row is no error, and its leaves are not
+        checked.
         """
         needs: list[str] = list(self.batch_needs)
         if "adv" in needs and self.critic is not None:
@@ -583,9 +591,9 @@ class Learner(ScheduledLearner):
         return self.provenance(batch) | self.set_rates()
 
     def end(self) -> None:
-        """The last part of an update.
+        """Finish an update.
 
-        Its weights count in the average of the policy, and the ranks compare their states.
+        The average of the policy takes in the new weights, and the ranks compare their states.
         """
         if self.average is not None:
             self.average.update(self.actor)
@@ -597,8 +605,8 @@ class Learner(ScheduledLearner):
         self.steps += n_steps
         return n_steps
 
-    # the algorithm: improves the policy with a batch; returns metrics, or what `report` needs to make
-    # them
+    # The algorithm: `improve` changes the policy by a batch. It returns the metrics, or the
+    # argument from which `report` makes the metrics.
     improve = must_define("improve(batch)")
 
     def report(self, outcome: Any) -> dict:
@@ -609,11 +617,11 @@ class Learner(ScheduledLearner):
         return outcome
 
     def check(self, batch: Fragment, *needs: str) -> None:
-        "Raise `DataError` if a batch lacks one of `needs`, or as `check_batch` does."
+        "Raise `DataError` as `check_batch` does, if a batch lacks one of `needs` or is unfit."
         check_batch(batch, needs, type(self).__name__)
 
     def provenance(self, batch: Fragment) -> dict:
-        """Metrics of where the batches of all ranks come from.
+        """Metrics of the origin of the batches of all ranks.
 
         They are the largest `lag`, and the sum of `lane_restarts` if a lane was lost.
         """
@@ -627,7 +635,7 @@ class Learner(ScheduledLearner):
     def tell_actor(self, batch: Fragment) -> None:
         """Update the actor's normaliser, if it has one, with the observations of a batch.
 
-        Called once per batch, after its last use.
+        It is called once for each batch, after the last use of the batch.
         """
         if hasattr(self.actor, "observe"):
             self.actor.observe(observations(batch), batch.valid)
@@ -635,7 +643,7 @@ class Learner(ScheduledLearner):
     def tell_critic(self, batch: Fragment) -> None:
         """Update the critic's normalisers of inputs and of returns, if it has them, once per batch.
 
-        A normaliser that it shares with the actor is left to `tell_actor`.
+        A normaliser that the critic shares with the actor is left to `tell_actor`.
         """
         critic = self.critic
         norm = getattr(critic, "obs_norm", None)
@@ -646,7 +654,7 @@ class Learner(ScheduledLearner):
             critic.observe_returns(batch.ret, batch.valid)
 
     def explained(self, batch: Fragment) -> dict:
-        "Metric: how well the values behind the advantages explain the returns."
+        "The metric `explained_variance`, of the values that the advantages were computed with."
         values = (batch.ret - batch.adv)[batch.valid]
         joined = ranks.joined(values, batch.ret[batch.valid])
         return dict(explained_variance=explained_variance(*joined))
@@ -654,7 +662,7 @@ class Learner(ScheduledLearner):
     def fit(self, batch: Fragment, epochs: int) -> dict:
         """Regress the critic on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics.
 
-        Its normalisers are updated first.
+        The normalisers of the critic are updated first.
         """
         metrics = self.explained(batch)
         self.tell_critic(batch)

@@ -24,32 +24,32 @@ from ..pipes.taps import EpisodeAccount, one_number
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f
 METRICS = dict(
     # progress
-    rate_left="fraction of the learning rates that the update was made with, if they fall "
-    "(`decay_steps`)",
+    rate_left="fraction of the first learning rates that is left for this update; absent unless "
+    "they fall (`decay_steps`)",
     steps="valid environment steps the learner has consumed since the start of the run",
     updates="calls of agent.update since the start of the run",
     episodes="episodes finished since the start of the run",
     seconds="wall time of the run [s], including the time before a resume",
-    inexact="1 from the update on that a resumed run had made before with other numbers; absent if "
-    "there was none",
+    inexact="1 from the first update on whose numbers differ from those of the same update before "
+    "the run was resumed; absent if none differs",
     steps_per_s="steps since the previous record, per second of wall time [1/s]",
-    # episodes that finished since the previous record, with the exploration of the policy; absent
-    # if none finished
-    return_mean="mean undiscounted return of those episodes",
-    return_min="smallest undiscounted return of those episodes",
-    return_max="largest undiscounted return of those episodes",
-    length_mean="mean number of steps of those episodes",
-    # the newest evaluation (see `ParallelEvaluation`) that finished since the previous record;
-    # absent if none did
-    eval_version="updates of the policy that was evaluated",
+    # The episodes that finished since the previous record, in which the policy explores. These
+    # metrics are absent if none finished.
+    return_mean="mean undiscounted return of the episodes that finished since the previous record",
+    return_min="smallest undiscounted return of these episodes",
+    return_max="largest undiscounted return of these episodes",
+    length_mean="mean number of steps of these episodes",
+    # The newest evaluation (see `ParallelEvaluation`) that finished since the previous record.
+    # These metrics are absent if none finished.
+    eval_version="number of updates that the evaluated policy went through",
     eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without "
     "exploration",
-    eval_return_median="median undiscounted return of those episodes",
-    eval_return_std="sample standard deviation of those returns; nan for a single episode",
-    eval_return_min="smallest undiscounted return of those episodes",
-    eval_return_max="largest undiscounted return of those episodes",
-    eval_cut_off="number of those episodes that were cut off, so their returns are partial; absent "
-    "if none was",
+    eval_return_median="median undiscounted return of the evaluation's episodes",
+    eval_return_std="sample standard deviation of these returns; nan for a single episode",
+    eval_return_min="smallest undiscounted return of the evaluation's episodes",
+    eval_return_max="largest undiscounted return of the evaluation's episodes",
+    eval_cut_off="number of the evaluation's episodes that were cut off, so that their returns are "
+    "partial; absent if none was cut off",
 )
 
 # %% ../../nbs/agents/00_metrics.ipynb #2460705d
@@ -58,20 +58,20 @@ METRICS |= dict(
     surrogate_before="mean of ratio * advantage over valid rows before the update; ratio = 1 if "
     "the data are fresh",
     surrogate_after="mean of ratio * advantage over valid rows after the update",
-    predicted_improvement="first-order gain of the surrogate, <gradient, step>, for the step that "
-    "was kept",
+    predicted_improvement="first-order gain of the surrogate, <gradient, step>, for the accepted "
+    "step",
     actual_improvement="surrogate_after - surrogate_before",
     kl="mean KL(old || new) of the step over valid rows, exact for the distribution, not sampled "
     "[nat]",
-    kl_next="the same divergence, between the old policy and the one that collects next, after the "
-    "update of its normaliser [nat]",
+    kl_next="mean KL(old || next) over valid rows, where next is the policy that collects next, "
+    "whose normaliser was updated after the step [nat]",
     cg_residual="|g - F x| / |g| when conjugate gradients stopped",
-    cg_iterations="conjugate-gradient iterations",
-    precondition_rows="rows that the preconditioner of these iterations was made from; absent if "
-    "there was none",
+    cg_iterations="number of iterations of conjugate gradients",
+    precondition_rows="number of rows from which the preconditioner of conjugate gradients was "
+    "computed; absent without a preconditioner",
     curvature="x' F x of the conjugate-gradient solution, damping included",
-    backtracks="step lengths that the line search refused",
-    accepted="1 if the line search kept a step, 0 if the old parameters were restored",
+    backtracks="number of step lengths that the line search refused",
+    accepted="1 if the step was accepted, 0 if the old parameters were restored",
     step_size="length of the parameter change in the Euclidean norm",
     grad_norm="Euclidean norm, before clipping, of the gradient of the surrogate (trust region) or "
     "of the loss (others); mean over steps",
@@ -96,8 +96,8 @@ METRICS |= dict(
     rho_clipped="fraction of valid rows whose importance ratio was clipped",
     adv_mean="mean advantage over valid rows, as the policy's loss uses it",
     value_mean="mean of the critic's present values over valid rows",
-    minibatches="minibatches of the update, each one a step of the optimiser",
-    epochs="passes over the batch in the update; the last one may be incomplete",
+    minibatches="number of minibatches in the update, each of which is one step of the optimiser",
+    epochs="number of passes over the batch in the update; the last one may be incomplete",
     lr="learning rate at the end of the update, if it follows the divergence (`lr_kl`)",
     early_stop="1 if the update ended because approx_kl went beyond its limit, else 0",
 )
@@ -107,15 +107,16 @@ METRICS |= dict(
     # action values and replay
     q_mean="mean of the present action values of the actions taken, over valid rows that are "
     "trained on",
-    q_target="mean of the targets of these action values",
+    q_target="mean of the targets of the action values in q_mean",
     td_error="mean of |target - action value| over valid rows that are trained on",
     epsilon="probability of a random action while collecting",
-    loss_expectile="mean asymmetric squared error of the values of states, of which a high "
-    "expectile of the action values is the minimum",
-    adv_weight="mean weight of the recorded actions in the policy's loss, after its limit",
+    loss_expectile="mean asymmetric squared error of the values of states; it is smallest if these "
+    "values are a high expectile of the action values",
+    adv_weight="mean weight of the recorded actions in the policy's loss, after the weights were "
+    "limited",
     distance="mean squared distance of the policy's actions from the recorded ones; 1 is half the "
     "range of the action",
-    temperature="what a unit of entropy is worth in the objective of soft actor-critic",
+    temperature="weight of the entropy in the objective of soft actor-critic",
     grad_norm_critic="Euclidean norm, before clipping, of the gradient of a critic that has an "
     "optimiser of its own; mean over steps",
     target_updates="updates of the target network since the start of the run: copies, or steps of "
@@ -132,13 +133,15 @@ METRICS |= dict(
     explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were "
     "computed with",
     critic_loss="mean squared error of the critic after fitting, in units of the returns' standard "
-    "deviation if it keeps one",
-    lag="updates between collecting and consuming the batch, the largest over its columns",
-    lane_restarts="how often lanes of the batch were lost with their worker and began anew, with "
-    "other random numbers; absent if none did",
+    "deviation if the critic keeps one",
+    lag="number of updates between collecting the batch and learning from it, the largest over its "
+    "columns",
+    lane_restarts="how often lanes of the batch were lost with their worker and began again, with "
+    "other random numbers; absent if none was lost",
     # worker processes, if there are any
-    workers="worker processes that are alive",
-    restarts="worker processes that died and were replaced since the start or resume of the run",
+    workers="number of worker processes that are alive",
+    restarts="number of worker processes that died and were replaced since the start or resume of "
+    "the run",
     # wall time of the phases of one update
     seconds_collect="waiting for the pipeline to deliver the batch [s]",
     seconds_policy="updating the policy [s]",
@@ -155,16 +158,16 @@ def check_metrics(
     metrics: dict,
     own: bool = False,
 ) -> dict[str, float]:
-    """`metrics` with every value as a Python float.
-
-    Raises `DataError` for a name that is not allowed, or a value that is not one number.
+    """Check `metrics`, and return them with every value as a Python float.
 
     A user's own metric has a name of at most 200 printable characters. A leading underscore is
     reserved for loggers.
 
+    Raises `DataError` for a name that is not allowed, or a value that is not one number.
+
     Args:
         metrics: metric name -> number (python, numpy or one-element tensor)
-        own: names outside `METRICS` are allowed
+        own: True: names outside `METRICS` are allowed, too
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown and not own:
@@ -175,14 +178,14 @@ def check_metrics(
             got=", ".join(map(repr, unknown)),
         )
 
-    # Names of a user's own follow rules, because loggers and files have to write them.
+    # The names of a user's own metrics follow rules, because loggers and files have to write them.
     for name in unknown:
         _check_own_name(name)
     return {name: one_number(name, value) for name, value in metrics.items()}
 
 
 def _check_own_name(name):
-    "Raise `DataError` for what cannot be the name of a user's own metric."
+    "Raise `DataError` if `name` cannot be the name of a user's own metric."
     is_text = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
     if is_text and name[0] != "_" and name == name.strip():
         return
@@ -206,6 +209,7 @@ def near_metric(name: str) -> str | None:
     return next(iter(nearest), None)
 
 # %% ../../nbs/agents/00_metrics.ipynb #09027376
+# The metrics that the training loop reports itself. No learner may report one of them.
 OF_THE_LOOP = (
     "steps",
     "updates",
@@ -224,15 +228,15 @@ OF_THE_LOOP = (
 
 
 def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
-    """A record with more metrics.
+    """Return a record with more metrics.
 
-    Raises `DataError` if the name of one of them is in `record` already, or in `taken`.
+    Raises `DataError` if the name of a new metric is already in `record`, or in `taken`.
 
     Args:
         record: metrics so far
-        metrics: dict of more metrics; None: no more
-        source: name of the part that reports them, for messages
-        taken: names that they must not have
+        metrics: dict of new metrics; None: there are none
+        source: name of the part that reports the new metrics, for messages
+        taken: names that the new metrics must not have
     """
     if metrics is None:
         return record
@@ -243,7 +247,7 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
             got=repr(metrics)[:80],
         )
 
-    # A metric is reported once: two parts with one name would hide each other's numbers.
+    # Two parts that report a metric of the same name would hide each other's numbers.
     clash = [name for name in metrics if name in record or name in taken]
     if clash:
         raise DataError(
@@ -269,7 +273,8 @@ def mean_metrics(records: list) -> dict[str, float]:
         for name, value in record.items():
             values_of.setdefault(name, []).append(torch.as_tensor(value, dtype=torch.float64))
 
-    # A stack reaches the host in one transfer. Python adds the numbers in their order.
+    # The values of a metric reach the host in one transfer. There Python adds them, always in the
+    # order of the records.
     means = {}
     for name, values in values_of.items():
         means[name] = sum(torch.stack(values).tolist()) / len(values)
@@ -280,8 +285,9 @@ class EpisodeReturns:
     """Undiscounted return and length of every episode that ends in a stream of fragments.
 
     Feed it whole fragments, before they are cut into minibatches. An environment is identified by
-    its lane and its index in the lane, so lanes may come in any order. If a lane skips a fragment
-    (`seq` jumps), its open episodes are dropped, because a piece of them is missing.
+    its lane and its index in the lane, so lanes may come in any order. If a fragment of a lane is
+    missing (`seq` jumps), the open episodes of this lane are not reported, because a part of them
+    is missing.
 
     Args:
         episodes: number of episodes that finished before, in a resumed run
@@ -303,11 +309,11 @@ class EpisodeReturns:
         Returns:
             int: number of its valid steps
         """
-        # Sorting is stable: the episodes of each lane stay in the order of time.
+        # Sorting by lane is stable: the episodes of each lane stay in the order of time.
         ends = self._account.see_fragment(fragment)
         self._ended += sorted(ends, key=lambda end: end.lane)
 
-        # The counters are those of all ranks, whose fragments differ.
+        # `steps` and `episodes` count those of all ranks, because each rank has other fragments.
         is_end = fragment.state.fin[1:] & fragment.valid
         totals = ranks.totals(fragment.valid.sum(), is_end.sum())
         n_steps, n_ends = map(int, totals)
@@ -327,11 +333,11 @@ class EpisodeReturns:
         return returns, lengths
 
     def metrics(self) -> dict[str, float]:
-        """A summary over all ranks of what `pop` returns, named as in `METRICS`.
+        """Pop the episodes that ended, and summarise those of all ranks, with names of `METRICS`.
 
-        It has only the number of episodes if none has finished.
+        The summary has only the number of episodes so far if none ended since the last `pop`.
         """
-        # Every rank takes part, also one without an episode that ended.
+        # Every rank takes part, also a rank in which no episode ended.
         parts = ranks.gathered_objects(self.pop())
         returns, lengths = map(np.concatenate, zip(*parts))
         summary: dict[str, Any] = dict(episodes=self.episodes)
@@ -348,7 +354,11 @@ class EpisodeReturns:
 class EpisodeInfos:
     """Metrics of the infos of environments, from a stream of fragments.
 
-    Feed it as `EpisodeReturns`.
+    An info such as `cost` has three metrics. `info/cost_mean` is its mean over the steps that
+    reported it. `info/cost_sum` is the mean over episodes of its sum in an episode, and
+    `info/cost_last` the mean of what the last steps of episodes reported.
+
+    Feed it whole fragments, as `EpisodeReturns`.
 
         >>> EpisodeInfos(["cost"]).metrics()
         {}
@@ -361,14 +371,14 @@ class EpisodeInfos:
         self.names = tuple(names)
         self._accounts = {name: EpisodeAccount() for name in self.names}
         self._known = set()  # names that an environment has reported
-        self._is_said = False  # whether the others were named
-        self._n_ends = 0  # episodes that have ended
-        self._n_silent = Counter()  # name -> those of them whose last step did not report it
-        self._said = set()  # names of which that was said
+        self._warned_of_unknown = False  # whether a warning has named the infos not in `_known`
+        self._n_ends = 0  # number of episodes that have ended
+        self._n_silent = Counter()  # name -> number of episodes whose last step did not report it
+        self._warned_of_silent = set()  # names of infos with a warning about such last steps
         self._begin()
 
     def _begin(self):
-        "No numbers yet: name of a metric -> list, with an array for each fragment."
+        "Empty `_numbers`: name of a metric -> list with an array for each fragment."
         metrics = itertools.product(self.names, ("mean", "sum", "last"))
         self._numbers = {f"info/{name}_{ending}": [] for name, ending in metrics}
 
@@ -390,8 +400,8 @@ class EpisodeInfos:
             if is_reported.any():
                 self._known.add(name)
 
-            # Where an environment has nothing to report, it adds nothing to the sum. But the sum of
-            # what nobody has ever reported is no number.
+            # A step that does not report the info adds 0 to the sum of its episode. An info that no
+            # environment has reported yet has no sum.
             if name in self._known:
                 sums = np.array([end.ret for end in ends], float)
                 self._numbers[f"info/{name}_mean"].append(values[is_reported])
@@ -399,8 +409,9 @@ class EpisodeInfos:
                 self._numbers[f"info/{name}_last"].append(values[is_reported & is_end])
 
             self._n_silent[name] += int((is_end & ~is_reported).sum())
-            if name in self._known and self._n_silent[name] and name not in self._said:
-                self._said.add(name)
+            is_warning_due = self._n_silent[name] and name not in self._warned_of_silent
+            if name in self._known and is_warning_due:
+                self._warned_of_silent.add(name)
                 _log.warning(
                     "The last steps of %d of %d episodes did not report the info %s, so "
                     "info/%s_last is the mean of the others alone. Report it in the last step of "
@@ -411,10 +422,11 @@ class EpisodeInfos:
                     name,
                 )
 
-        # An info that is reported in the last step of an episode has come by now.
+        # Some infos come only with the last step of an episode, so the warning waits for the first
+        # end of an episode.
         unknown = [name for name in self.names if name not in self._known]
-        if unknown and is_end.any() and not self._is_said:
-            self._is_said = True
+        if unknown and is_end.any() and not self._warned_of_unknown:
+            self._warned_of_unknown = True
             _log.warning(
                 "No environment has reported the info %s until the end of an episode, so it has no "
                 "metrics yet. Infos that are numbers: %s.",
@@ -423,12 +435,12 @@ class EpisodeInfos:
             )
 
     def metrics(self) -> dict[str, float]:
-        """The means since the last call, over all ranks, see above.
+        """The metrics of the fragments since the last call, over all ranks.
 
         A metric is absent if there was nothing to take the mean of.
         """
         if not self.names:
-            return {}  # without asking the other ranks
+            return {}  # the other ranks have no names either, so none waits for this one
         parts = ranks.gathered_objects(self._numbers)
         self._begin()
         summary = {}

@@ -40,13 +40,13 @@ from ..pipes.data.fragment import Fragment, State
 class CGResult(NamedTuple):
     """The result of `conjugate_gradients`.
 
-    `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'little gain'`,
-    `'non-positive curvature'` or `'non-finite'`.
+    `status` is `'converged'`, `'iterations'` (the usual case: their largest number was reached),
+    `'little gain'`, `'non-positive curvature'` or `'non-finite'`.
 
     Args:
         x: [D], the last good iterate: finite, and zero if there was none
-        iterations: iterations that went into x
-        residual: ||b - (A + damping I)x|| / ||b||, by the recursion; 0 for b = 0
+        iterations: number of iterations that contributed to x
+        residual: ||b - (A + damping I)x|| / ||b||, as the iterations update it; 0 for b = 0
         curvature: x'(A + damping I)x
         status: why it stopped
     """
@@ -81,8 +81,8 @@ def conjugate_gradients(
 ) -> CGResult:
     """Solve `(A + damping I) x = b` approximately by conjugate gradients.
 
-    It stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not
-    finite. Each iteration waits for the device once.
+    If `p'(A + damping I)p` is not positive for a direction `p`, or a number is not finite, it stops
+    with the last good `x`. Each iteration waits for the device once.
 
     Sources: Shewchuk 1994, *An introduction to the conjugate gradient method without the agonizing
     pain*, algorithms B2 and B3; Martens 2010, *Deep learning via Hessian-free optimization*.
@@ -114,11 +114,12 @@ def conjugate_gradients(
         )
     precondition = preconditioner or (lambda r: r)
 
-    # Zero is the solution for zero, and there is none for what is not finite.
+    # If b is zero, so is x. If b is not finite, there is no solution.
     b_norm2 = float(b @ b)
     if not 0 < b_norm2 < math.inf:
         return CGResult.nothing(b, residual=b_norm2)  # 0, inf or nan
 
+    # From x = 0, where the residual is b
     x = torch.zeros_like(b)
     residual = b
     residual_norm2 = b_norm2
@@ -177,9 +178,9 @@ def conjugate_gradients(
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:
-    """Factor `sqrt(2 max_kl / curvature)` that scales x, with x'Fx = `curvature`, to `max_kl`.
+    """The factor `sqrt(2 max_kl / curvature)`, which scales x to a step of the divergence `max_kl`.
 
-    It is 0 unless 0 < curvature < inf.
+    The factor is 0 unless 0 < curvature < inf.
 
     >>> step_size(0.02, 4.0)
     0.1
@@ -192,10 +193,10 @@ def step_size(max_kl: float, curvature: float) -> float:
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #bbbb6441
 class LineSearch(NamedTuple):
-    """Outcome of `backtrack_line_search`; the numbers are those of the parameters that it leaves in
-    place.
+    """The outcome of `backtrack_line_search`.
 
-    `status` is `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`,
+    The numbers are those of the parameters that the search leaves in place. `status` is
+    `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`,
     `'non-finite'`, or `'no expected improvement'` if there was no trial.
 
     Args:
@@ -218,7 +219,7 @@ class LineSearch(NamedTuple):
 
     @classmethod
     def refused(cls, theta: Tensor, trials: int, before: float, status: str) -> "LineSearch":
-        "The outcome of a search that accepted none of its `trials`: the old parameters."
+        "The outcome of a search that accepted none of its `trials`, and restored the parameters."
         return cls(
             False,
             theta,
@@ -248,8 +249,8 @@ def backtrack_line_search(
 
     A step is accepted if it improves the surrogate by at least `accept_ratio` of the prediction,
     and its KL divergence is at most `max_kl`. There is no search if the expected improvement is not
-    positive and finite. With `set_params`, the accepted parameters are in place at the end; if no
-    trial is accepted or `evaluate` raises, `theta` is put back exactly.
+    positive and finite. With `set_params`, the accepted parameters are in place at the end. If no
+    trial is accepted or `evaluate` raises, `theta` is restored exactly.
 
     Args:
         evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars
@@ -283,7 +284,7 @@ def backtrack_line_search(
             surrogate, kl = map(float, evaluate(trial))
             ratio = (surrogate - before) / (scale * expected_rate)
 
-            # The status of the last trial is the answer if none is accepted.
+            # If no trial is accepted, the outcome has the status of the last one.
             if not (math.isfinite(ratio) and math.isfinite(kl)):
                 status = "non-finite"
             elif kl > max_kl:
@@ -303,14 +304,14 @@ def backtrack_line_search(
                 )
                 break
     finally:
-        # Also after an error of `evaluate`, the old parameters are back.
+        # The old parameters are restored also after an error of `evaluate`.
         if best is None:
             put(theta)
     return best or LineSearch.refused(theta, trials, before, status)
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
-    """The steps of a fragment as the surrogate sees them.
+    """The steps of a fragment, with all that the surrogate needs of them.
 
     `R x C` is `1 x N` without recurrent state, and otherwise `T x B`.
 
@@ -364,7 +365,7 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
         numbers = nested.map(filled, dict(adv=rows.adv, logp=rows.logp))
         return rows._replace(weight=valid / n, **numbers)
 
-    # Without it, the valid rows become one long row.
+    # Without recurrent state, the valid rows become one long row.
     def flat(x):
         return (x.flatten(0, 1) if all_valid else x[valid])[None]
 
@@ -381,7 +382,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         fraction: fraction of the rows that is kept, 0 < fraction <= 1
         generator: generator that chooses them
     """
-    # All ranks draw the same rows of the joined batch, and have them all.
+    # All ranks draw the same rows of the joined batch, and each rank gets all of these rows.
     if not rows.has_memory:
         n = rows_of_all(rows)
         index = _random_subset(n, fraction, generator)
@@ -429,8 +430,9 @@ def distribution_on(actor: Any, rows: PolicyRows) -> Any:
     def params(part):
         return actor.distribution(*part)
 
-    # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms
-    # (`benchmarks/plain_forms.py`). Blocks below 256 columns would mean too many short steps.
+    # The blocks fit into the cache, so that a later product on 25,000 rows takes 24 ms in place of
+    # 33 ms (`benchmarks/plain_forms.py`). A block has at least 256 columns, because many short
+    # steps would take longer.
     size = max(256, 2048 // rows.adv.shape[0])
     return in_row_blocks(
         params,
@@ -445,7 +447,8 @@ def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
 
     Args:
         dist: the policy's kind of distribution
-        params: its parameters, [R, C, ...]
+        params: parameters of the distribution, [R, C, ...]
+        rows: the steps
     """
     ratio = (dist.log_prob(params, rows.act) - rows.logp).exp()
     return weighted_mean(ratio * rows.adv, rows)
@@ -461,7 +464,8 @@ def effect(
 
     Args:
         actor: a policy
-        old: parameters of its distribution before, [R, C, ...]
+        rows: the steps
+        old: parameters of the policy's distribution before the step, [R, C, ...]
     """
     new = distribution_on(actor, rows)
     divergence = weighted_mean(actor.dist.kl(old, new), rows)
@@ -473,11 +477,12 @@ class Direction(NamedTuple):
     """The gradients and the distribution at the parameters before a step.
 
     Args:
-        gradient: g [D], of the surrogate
+        gradient: g [D], the gradient of the surrogate
         cg: `cg.x` [D] is the natural gradient, `cg.curvature` x'(F + damping I)x
         old: the policy's distribution: parameters [R, C, ...]
         before: the surrogate, 0-dim
-        precondition_rows: number of rows that the preconditioner was made from, 0 without one
+        precondition_rows: number of rows that the preconditioner was computed from; 0: there is
+            none
     """
 
     gradient: torch.Tensor
@@ -487,9 +492,9 @@ class Direction(NamedTuple):
     precondition_rows: int = 0
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #820de35a
-# Rows of the automatic preconditioner.
+# Number of rows of the automatic preconditioner.
 SCORES = 512
-# Fewest rows of the Fisher matrix with which it saves time.
+# Fewest rows of the Fisher matrix for which the automatic preconditioner saves time.
 WORTH_IT = 4096
 
 
@@ -502,9 +507,10 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     and each product takes one Jacobian-vector and one vector-Jacobian product. The critic, if there
     is one, is fitted after the policy.
 
-    A preconditioner is made of the scores of some rows, at most a quarter of the batch. With
-    `'auto'` there is one if the Fisher matrix has at least 4096 rows; with fewer it costs about as
-    much as it saves. Without one, there is no metric `precondition_rows`.
+    A preconditioner is computed from the scores of some rows, at most a quarter of the batch. With
+    `'auto'` there is a preconditioner if the Fisher matrix is estimated from at least 4096 rows.
+    With fewer rows it would cost about as much as it saves. Without a preconditioner, there is no
+    metric `precondition_rows`.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -516,8 +522,8 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
             fraction of g'x
         fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything
             else uses all rows
-        precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at
-            least 4096, with half of the iterations
+        precondition: number of rows for the preconditioner; 0: no preconditioner; auto: 512 rows,
+            and half of the iterations, if the Fisher matrix has at least 4096 rows
         critic_lr: learning rate of the critic (Adam)
     """
 
@@ -554,15 +560,15 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         rows = policy_rows(with_standardized_adv(batch, self.normalize_adv))
         return *self.take_step(rows), rows
 
-    # changes the policy; returns the metrics of the step, and the parameters of the distribution
-    # before it
+    # It changes the policy. It returns the metrics of the step, and the parameters of the
+    # distribution before the step.
     take_step = must_define("take_step(rows)")
 
     def report(self, outcome: tuple) -> dict:
         """The metrics of the step.
 
-        The update of the normaliser changes the policy once more; `kl_next` is the divergence after
-        both.
+        The update of the normaliser changes the policy once more. `kl_next` is the divergence after
+        the step and this update.
         """
         metrics, old, rows = outcome
         if getattr(self.actor, "obs_norm", None) is not None:
@@ -590,9 +596,12 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
 
         # The gradient, from all rows
         linear = Linearization(distribution_on(self.actor, rows), self.params)
-        before, gradient = ranks.totals(
-            *linear.gradient(lambda params: surrogate(self.actor.dist, params, rows))
-        )
+
+        def objective(params):
+            return surrogate(self.actor.dist, params, rows)
+
+        own_before, own_gradient = linear.gradient(objective)
+        before, gradient = ranks.totals(own_before, own_gradient)
         for name, x in (("surrogate", before), ("gradient of the surrogate", gradient)):
             if not x.isfinite().all():
                 raise DataError(
@@ -623,7 +632,8 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
             preconditioner=preconditioner,
         )
 
-        # Only the outputs stay: the parameters cannot be changed while the graph exists.
+        # The result has the outputs of `linear`, but not its graph, because the parameters cannot
+        # be changed while the graph exists.
         n_rows = self.rows_to_precondition(rows) if preconditioner else 0
         return Direction(gradient, cg, linear.outputs, before, n_rows)
 
@@ -642,7 +652,8 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     def preconditioner(self, rows: PolicyRows) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The damped inverse of a Fisher matrix that is estimated from the actions in a few rows.
 
-        None if `rows_to_precondition` is 0, or if the network has parts other than linear layers.
+        The result is None if `rows_to_precondition` is 0, or if the network has parts other than
+        linear layers.
         """
         m = self.rows_to_precondition(rows)
         if not m:
@@ -690,9 +701,9 @@ class TRPO(NaturalGradientLearner):
     accept_ratio: float = number(0.1, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        """The longest step along the natural gradient that the line search accepts.
+        """Take the longest step along the natural gradient that the line search accepts.
 
-        Returns its metrics, and the distribution before it.
+        Returns the metrics of the step, and the distribution before the step.
         """
         direction = self.direction(rows)
         full_step = step_size(self.max_kl, direction.cg.curvature) * direction.cg.x
@@ -742,10 +753,10 @@ class NPG(NaturalGradientLearner):
     lr: float | None = number(None, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        """A step along the natural gradient.
+        """Take a step along the natural gradient.
 
-        Returns its metrics, and the distribution before it. A step after which surrogate or
-        divergence are not finite is undone.
+        Returns the metrics of the step, and the distribution before the step. If the surrogate or
+        the divergence after the step is not finite, the step is undone.
         """
         direction = self.direction(rows)
         theta = flat_vector(self.params)

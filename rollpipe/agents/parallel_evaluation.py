@@ -45,7 +45,7 @@ class Evaluated(NamedTuple):
 
     @property
     def metrics(self) -> dict:
-        "The `METRICS` of a record, and those of infos, such as `eval_info/is_success_last`."
+        "The metrics of the evaluation: of `METRICS`, and `eval_info/cost_sum` for infos."
         evaluation = self.evaluation
         metrics = dict(
             eval_version=float(self.version),
@@ -63,9 +63,10 @@ class Evaluated(NamedTuple):
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #905ad2c6
 def evaluated(actor: Any, options: dict) -> Evaluated:
-    """Evaluate an actor here and now, and say how long it took and of which version it is.
+    """Evaluate an actor in this process. Returns the result with version and duration.
 
     Args:
+        actor: the actor
         options: options of `evaluate`; `{version}` in `record` stands for the version of the actor
     """
     start = time.monotonic()
@@ -122,7 +123,8 @@ def answer_all(link: Any) -> None:
 class EvaluatedApart(AbstractContextManager):
     """A function like `evaluated` that evaluates in a process of its own.
 
-    It must be made before this process has environments. Leaving the context ends its process.
+    It must be made before this process has environments. At the end of the
+    context, the other process ends.
     """
 
     def __init__(self):
@@ -138,11 +140,10 @@ class EvaluatedApart(AbstractContextManager):
 
 
 def evaluated_beside(env: str, env_kwargs: dict) -> AbstractContextManager:
-    """A context that gives a function like `evaluated`, which does not disturb a training in this
-    process.
+    """A context that gives a function like `evaluated` for use during a training in this process.
 
-    It is an `EvaluatedApart` if a second environment would disturb that of the training, and
-    `evaluated` itself if not.
+    If a second environment would disturb the environment of the training, the function is an
+    `EvaluatedApart`. Otherwise it is `evaluated` itself.
 
     Args:
         env: gymnasium id
@@ -186,7 +187,8 @@ class EvaluationProcess:
     def request(self) -> None:
         """Ask for an evaluation of the present weights.
 
-        During an evaluation, the next one uses the weights of the latest request.
+        If an evaluation is running, the next one begins after it, with the weights of the latest
+        request.
         """
         self._listen()
         self._raise_error()
@@ -227,7 +229,7 @@ class EvaluationProcess:
     def close(self) -> None:
         """End the process, also during an evaluation.
 
-        Raises an error that has occurred since the last call.
+        Raises an error that the process had since the last call, or has while it ends.
         """
         if self.error is not None:
             return
@@ -252,12 +254,12 @@ class EvaluationProcess:
             raise self.error
 
     def _restart_patience(self):
-        "Begin to wait anew: the process has just sent something, or it had no request."
+        "Measure the silence from now on: the process has sent something, or gets its next request."
         self.heard = time.monotonic()
         self.patience = self.worker.patience(self.silence)
 
     def _ask(self):
-        "Send a request for the latest publication."
+        "Ask the process to evaluate the latest publication."
         self._restart_patience()
         try:
             self.worker.send("evaluate")
@@ -281,7 +283,8 @@ class EvaluationProcess:
                 if message is NOTHING:
                     continue
 
-                # An answer. If weights were published after it was asked for, the next one is due.
+                # The message is an answer. If newer weights were published since then, the next
+                # evaluation begins at once.
                 publication, answer = message
                 self.asked = None
                 self.answers.append(answer)
@@ -292,7 +295,7 @@ class EvaluationProcess:
         self._check_silence()
 
     def _check_silence(self):
-        "Report that the process has been silent for too long."
+        "Report if the process has been silent for too long. Then wait twice as long."
         if not self.busy:
             return
         seconds = time.monotonic() - self.heard
@@ -305,7 +308,7 @@ class EvaluationProcess:
         self.patience *= 2
 
     def _lost(self, error):
-        "End because of an error of the process, which names the version that was under evaluation."
+        "End because of an error. An error of the process names the version that it evaluated."
         was_running = isinstance(error, WorkerError) and not isinstance(error, WorkerNotStarted)
         if was_running and self.asked is not None:
             later = "" if self.publisher.versions() == [self.asked] else " or a later one"
@@ -397,7 +400,7 @@ class ParallelEvaluation(EvaluationProcess):
         on_silence: str = "warn",
         grace: float = 5.0,
     ):
-        # Each option, whether its value is possible, and what is
+        # (option, value, whether the value is possible, which values are)
         checks = [
             ("n_episodes", n_episodes, n_episodes >= 1, "an integer >= 1"),
             ("silence", silence, silence > 0, "seconds > 0"),
@@ -418,7 +421,7 @@ class ParallelEvaluation(EvaluationProcess):
         if record is not None:
             check_film(record)
 
-        # The errors of a stepper come before the process is started.
+        # A stepper is made here only to raise its errors before the process is started.
         stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)
         stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
         options = dict(

@@ -47,9 +47,9 @@ def args_section(docstring: str | None) -> dict:
 def meanings(function: Callable) -> dict:
     """Parameter -> meaning, for a function or a class, from the `Args:` sections of docstrings.
 
-    A class has the meanings of its bases. A function that passes its keywords on (`__delwrap__`, as
-    fastcore's `@delegates` leaves it) has those of the other function. The function's or the
-    class's own docstring has priority.
+    A class has the meanings of its bases, too. A function that passes its keywords on has those of
+    the other function, too; fastcore's `@delegates` stores that function as `__delwrap__`. The
+    docstring of the function or class itself has priority.
     """
     owners = reversed(function.__mro__) if inspect.isclass(function) else [function]
 
@@ -96,8 +96,8 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
         )
 
 # %% ../../nbs/agents/06_shared_options.ipynb #07d8119d
-# When an option may get another value in a run that goes on. What nobody declares never changes.
-# "at the start": it only sets a value with which learning begins.
+# When an option may get another value in a run that continues. An option that does not declare it
+# never changes. "at the start" means that the option only sets a value with which learning begins.
 Change = Literal["never", "at the start", "with new episodes", "between updates", "by schedule"]
 
 
@@ -120,8 +120,8 @@ def number(
         default: value if none is given
         low: smallest value allowed
         high: largest value allowed; inf: infinity is allowed, too
-        changes: when it may change, see `Change`; by schedule: then every update reads the
-            attribute anew, see `Changing`
+        changes: when it may change, see `Change`; 'by schedule' needs a class whose updates read
+            the attribute each time, see `Changing`
     """
 
     def check(owner, name, x):
@@ -138,7 +138,7 @@ def integer(
 ) -> Any:
     """A field of a dataclass whose value is an integer, or None if the annotation allows it.
 
-    One of numpy becomes one of Python.
+    An integer of numpy becomes an integer of Python.
 
     Args:
         default: value if none is given
@@ -176,9 +176,9 @@ def flag(default: bool, changes: Change = "never") -> Any:
 
 
 def setting(default: Any, changes: Change = "never") -> Any:
-    """A field of a dataclass with any value of its annotation.
+    """A field of a dataclass that may have any value of its annotation.
 
-    What else it must be, the class checks.
+    The class itself checks all further conditions.
 
     Args:
         default: value if none is given
@@ -188,30 +188,35 @@ def setting(default: Any, changes: Change = "never") -> Any:
 
 
 def not_offered(value: Any) -> Any:
-    """A field that is an option of a base class, and none of this class.
+    """A field that is an option of a base class, but not of this class.
 
     Args:
-        value: value that it has here
+        value: value of the field in this class
     """
     return field(default=value, init=False, repr=False)
 
 
 def _declared(cls: Any) -> dict:
-    """Option -> what its field says.
+    """Option -> metadata of its field, with the keys `check` and `changes`.
 
-    A class that states only another default keeps what its base says.
+    A class that states only another default keeps the metadata of its base.
     """
     if not (isinstance(cls, type) and is_dataclass(cls)):
         return {}
+    # A class overrides its bases.
     metadata_of = {}
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         metadata_of |= {f.name: f.metadata for f in fields(base) if "check" in f.metadata}
+
+    # A field of `not_offered` is no argument of the class, so it is no option.
     names = [f.name for f in fields(cls) if f.init and f.name in metadata_of]
     return {name: metadata_of[name] for name in names}
 
 
 def check_option(owner: Any, name: str, value: Any) -> Any:
-    """A value of an option as its owner gets it. Raises `DataError` if it is out of range.
+    """Check the value of an option; returns it as the owner stores it.
+
+    Raises `DataError` if the value is out of range.
 
     Args:
         owner: the object that has the options, or its class
@@ -250,12 +255,11 @@ def split_annotation(parameter: inspect.Parameter) -> tuple[str, str]:
 
 
 def may_change(function: Any) -> dict:
-    """Option -> when it may change, for the options of a class or a function that say so.
+    """Option -> when it may change, for the options of a class or a function.
 
-    All others never change.
-
-    A field of a class says it by its argument `changes`, and a parameter of a function by its
-    annotation, such as `lam: Annotated[float, "between updates"]`.
+    A field of a class declares this by its argument `changes`, and a parameter of a function by its
+    annotation, such as `lam: Annotated[float, "between updates"]`. A parameter without such an
+    annotation is not in the dict, and never changes.
     """
     when_of = {}
     if isinstance(function, type):
@@ -271,10 +275,11 @@ def may_change(function: Any) -> dict:
 class Options:
     """Base of classes with options.
 
-    Each subclass becomes a dataclass: an attribute with an annotation is an option, a keyword
-    argument.
+    Each subclass becomes a dataclass: an attribute with an annotation is an option, and a keyword
+    argument of the class.
 
-    Its docstring gets the meanings of the options that it inherits, so `help` shows all of them.
+    The docstring of a subclass gets the meanings of the options that the subclass inherits, so
+    `help` shows all of them.
     """
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -282,7 +287,7 @@ class Options:
         doc = cls.__doc__
         dataclass(eq=False, kw_only=True, repr=False)(cls)
         if doc:
-            # The options that it inherits come at the end of its `Args:`.
+            # The options that the class inherits come at the end of its `Args:`.
             bases = reversed(cls.__mro__[1:])
             cls.__doc__ = explained(doc, signature_of(cls).parameters, bases)
 
@@ -292,10 +297,15 @@ class Options:
         return f"{type(self).__qualname__}({', '.join(values)})"
 
 # %% ../../nbs/agents/06_shared_options.ipynb #d217a010
+def _with_exponent(text):
+    "A number of steps whose ending k or m becomes an exponent: '10k' becomes '10e3'."
+    return re.sub("m$", "e6", re.sub("k$", "e3", text))
+
+
 class Schedule(NamedTuple):
     """A number that changes from `start` to `end`: `schedule(step)` is its value.
 
-    Its text is such as `linear:0.001:0.0:100000`.
+    As text, a schedule is, for example, `linear:0.001:0.0:100000`.
 
     >>> schedule = Schedule.of("linear:1.0:0.0:10k")
     >>> schedule(2500), str(schedule)
@@ -323,8 +333,7 @@ class Schedule(NamedTuple):
         """
         kind, *parts = str(text).lower().split(":")
         try:
-            # An ending k or m multiplies a number of steps.
-            n_texts = [re.sub("m$", "e6", re.sub("k$", "e3", x)) for x in parts[2:]]
+            n_texts = [_with_exponent(x) for x in parts[2:]]
             start, end, *n_in_text = map(float, [*parts[:2], *n_texts])
             if kind not in ("linear", "cosine") or len(n_in_text) > 1:
                 raise ValueError
@@ -363,14 +372,14 @@ def changing(cls: Any) -> list:
     return [name for name, when in may_change(cls).items() if when == "by schedule"]
 
 
-# The options that are rates. At 0, nothing would be learned any more.
+# Options at whose value 0 nothing would be learned any more.
 RATES = ("lr", "critic_lr", "max_kl")
 
 
 def schedule_of(cls: type, name: str, value: Any) -> Callable | None:
-    """The schedule that a value of an option is; None: the value is a constant.
+    """The schedule that a value of an option stands for; None: the value is a constant.
 
-    Raises `DataError` for one that is out of range.
+    Raises `DataError` if a constant, or an end of the schedule, is out of range.
 
     Args:
         cls: the class that has the option
@@ -426,7 +435,7 @@ class Changing(Options):
         names = changing(type(self))
         for name in _declared(type(self)):
             if name in names:
-                self._take(name, getattr(self, name))
+                self._assign(name, getattr(self, name))
             else:
                 self._check_constant(name)
 
@@ -447,27 +456,31 @@ class Changing(Options):
                 leaf=name,
                 expected=", ".join(names),
             )
-        self._take(name, value)
+        self._assign(name, value)
 
     def decay_of_option(self, name: str, value: Any) -> Callable | None:
-        "The schedule of an option that has none of its own; None: it stays."
+        "The schedule by which an option falls that has no schedule of its own; None: it stays."
 
     def advance(self) -> dict[str, float]:
         "Give each option with a schedule its value for the next update; returns these values."
         for name, schedule in self.schedules.items():
-            setattr(self, name, self._value(name, schedule))
+            setattr(self, name, self._scheduled_value(name, schedule))
         return {name: getattr(self, name) for name in self.schedules}
 
-    def _take(self, name, value):
+    def _assign(self, name, value):
+        "Give an option that may follow a schedule its value, a number or a schedule."
         schedule = schedule_of(type(self), name, value) or self.decay_of_option(name, value)
-        setattr(self, name, value if schedule is None else self._value(name, schedule))
+        if schedule is not None:
+            value = self._scheduled_value(name, schedule)
+        setattr(self, name, value)
 
         # An option that got a constant no longer follows its earlier schedule.
         self.schedules.pop(name, None)
         if schedule:
             self.schedules[name] = schedule
 
-    def _value(self, name, schedule):
+    def _scheduled_value(self, name, schedule):
+        "The value of an option after `steps` steps. Raises `DataError` if it is out of range."
         value = schedule(self.steps)
         if isinstance(schedule, Schedule) and name in RATES and not value:
             raise DataError(
@@ -480,6 +493,7 @@ class Changing(Options):
         return value
 
     def _check_constant(self, name):
+        "Check an option that follows no schedule. Raises `DataError` for a schedule."
         value = getattr(self, name)
         if callable(value) or isinstance(value, str) and ":" in value:
             raise DataError(
@@ -502,7 +516,7 @@ class Discounted(Options):
 
 
 class ByAdam(Options):
-    """Options of a learner whose actor and critic are changed by Adam.
+    """Options of a learner whose actor and critic are trained by Adam.
 
     Args:
         lr: learning rate (Adam)
@@ -521,7 +535,7 @@ class ByAdam(Options):
 
 
 class EntropyBonus(Options):
-    """Options of a learner that pays for entropy.
+    """Options of a learner whose objective has an entropy bonus.
 
     Args:
         c_entropy: weight of the entropy bonus
@@ -608,10 +622,11 @@ class Every(NamedTuple):
         return f"{self.n} steps" if self.n and self.unit == "steps" else self.n
 
     def is_due(self, last: dict, now: dict) -> bool:
-        """Whether a multiple of `n` lies between two moments.
+        """Has the counter reached or passed a multiple of `n` since the last time?
 
         Args:
-            last: counters when it was done last; -1: it was never done, so that 0 counts
+            last: counters at the last time; a counter of -1 stands for never, so that 0 counts as a
+                multiple
             now: counters of this moment
         """
         return self.n > 0 and now[self.unit] // self.n > last[self.unit] // self.n

@@ -77,7 +77,7 @@ def q_targets(
         gamma: discount factor per step
         start: number of the first state
     """
-    # The states reached: the next row, or the true last observation of an episode
+    # The state that a step led to is the next row, or the true last observation of an episode.
     after = next_observations(fragment).long()
     discount = gamma * (~fragment.term[1:]).to(table.dtype)
     return fragment.state.rew[1:] + discount * table[after - start].amax(-1)
@@ -92,7 +92,7 @@ def move_towards(
 ) -> None:
     """Move each entry `table[states, actions]` towards the mean of its targets.
 
-    It moves as far as one update per target would move it.
+    An entry with `n` targets moves as far as `n` updates towards this mean would move it.
 
     >>> table = torch.zeros(1, 2)
     >>> move_towards(table, *torch.tensor([[0, 0], [1, 1]]), torch.tensor([4.0, 4.0]), lr=0.5)
@@ -106,9 +106,12 @@ def move_towards(
         targets: float [N]
         lr: learning rate of one update
     """
+    # The entries as places in the flat table, each once, and the number of targets of each
     flat = table.view(-1)
     index = states * table.shape[1] + actions
     entries, entry_of_row, count = index.unique(return_inverse=True, return_counts=True)
+
+    # After n updates, the distance from the mean is (1 - lr) ** n of what it was.
     mean = torch.zeros_like(flat[entries]).index_add_(0, entry_of_row, targets) / count
     flat[entries] += (1 - (1 - lr) ** count) * (mean - flat[entries])
 
@@ -158,7 +161,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
             )
         move_towards(actor.table, states, actions, targets, self.lr)
 
-        # The metrics have the epsilon of these steps, so it is read before it changes for the next.
+        # The metrics have the epsilon of these steps, so it is read before `explore` changes it.
         self.count_steps(batch)
         epsilon = float(actor.epsilon)
         self.explore()

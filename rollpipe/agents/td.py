@@ -89,11 +89,12 @@ def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
 
 
 def check_weight(weight: Tensor | None, valid: Tensor, loss: str) -> None:
-    """Raise `DataError`, which names the `loss`, for weights of another shape.
+    """Raise `DataError` unless importance weights are [B] or [T, B].
 
     Args:
-        weight: importance weights of prioritised replay, [B] or [T, B]; None: there are none
+        weight: importance weights of prioritised replay; None: there are none
         valid: bool [T, B]
+        loss: name of the loss, for the message
     """
     if weight is None or weight.shape in (valid.shape, valid.shape[1:]):
         return
@@ -108,7 +109,7 @@ def check_weight(weight: Tensor | None, valid: Tensor, loss: str) -> None:
 def _values_reached(fragment, method, *nets):
     """The values that each of `nets` gives to the non-terminal states reached, without gradients.
 
-    They are a list of `[T, B, n_actions, ...]`. The fragment's `hx` is the memory of each net.
+    The result is a list of `[T, B, n_actions, ...]`. The fragment's `hx` is the memory of each net.
     """
 
     def values(state, hx):
@@ -118,7 +119,7 @@ def _values_reached(fragment, method, *nets):
 
 
 def _both_values(rows, fragment, method, actor, target, double, burn_in):
-    """Two values of the states reached: for the target, and for the choice of action.
+    """Two values of the states reached: one for the target, one for the choice of the best action.
 
     Args:
         rows: the rows of the fragment that are trained on, with the memory of `actor`
@@ -128,7 +129,7 @@ def _both_values(rows, fragment, method, actor, target, double, burn_in):
     if double and not nested.leaves(rows.hx):
         return _values_reached(rows, method, target, actor)
 
-    # With memory, each network has one of its own at the first row that is trained on.
+    # With memory, each network has its own memory at the first row that is trained on.
     if target is None:
         (q_next,) = _values_reached(rows, method, actor)
     else:
@@ -164,7 +165,7 @@ def td_targets(
     """Targets `Gₜ`, one for each value.
 
     A target is the discounted sum of up to `n_steps` rewards, the bonuses of the states reached,
-    and the value of the last one. The value of a terminal state is 0.
+    and the value of the last of these states. The value of a terminal state is 0.
 
     Args:
         fragment: [T, B]
@@ -177,10 +178,12 @@ def td_targets(
     rew = fragment.state.rew[1:]
     discount = gamma * ~fragment.term[1:]  # 0 where an episode terminated
     has_no_value = fragment.term[1:] | ~fragment.valid
+
+    # The bonus of a state is paid with the reward of the step that led to it.
     if bonus is not None:
         rew = rew + discount * bonus.masked_fill(has_no_value, 0.0)
 
-    # Several values of a state share its rewards.
+    # If a state has several values, the rewards are the same for all of them.
     rew = _spread(rew, v_tp1)
     discount = _spread(discount, v_tp1)
     cut = _spread(is_cut(fragment), v_tp1)
@@ -234,8 +237,8 @@ def td_loss(
     before, after = timeshift(fill_invalid(rows).state)
     q, memory = getattr(actor, method)(nested.as_seen(before), rows.hx)
 
-    # Steps of a recording come without memories, so that of the network begins empty. Single steps
-    # are refused then, because it would learn nothing.
+    # Steps of a recording come without memories, so the memory of the network begins empty. Then
+    # single steps are refused, because a memory that is always empty learns nothing.
     if not nested.leaves(rows.hx):
         if nested.leaves(memory):
             check_segments(rows)
@@ -270,7 +273,7 @@ def td_loss(
     n = valid.sum()
     loss = penalties.sum() / n
 
-    # The metrics are about the mean of several values.
+    # For the metrics, the value of an action is the mean of its several values.
     goal = _mean_value(goal, 2)
     value = _mean_value(value, 2)
     error = goal - value
@@ -314,7 +317,7 @@ def td(
     `Q̂` is `target`, without gradients. `m` is `n_steps`, or less where an episode or the fragment
     ends. The value of a terminal state is 0. At a truncation, the value is that of the true last
     observation, with the memory of that moment. With `n_steps > 1` there is no correction for
-    actions of another policy. With `huber`, the penalty of a larger error is
+    actions of another policy. If an error is larger than `huber`, its penalty is
     `huber (2 |error| - huber)` instead of its square. Errors are 0 where a row is not trained on.
 
     Sources: Watkins 1989, *Learning from delayed rewards*; Mnih et al. 2015,

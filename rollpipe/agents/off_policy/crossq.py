@@ -29,20 +29,22 @@ __all__ = ['BatchRenorm', 'RenormMLP', 'StackedRenormMLP', 'Renormed', 'RenormPo
 
 # %% ../../../nbs/agents/14_off_policy/02_crossq.ipynb #4c207025
 class BatchRenorm(nn.Module):
-    """Batch renormalisation, by running moments unless `learns`.
+    """Batch renormalisation, which maps `[..., *shape]` to the same shape.
 
-    Maps `[..., *shape]` to the same shape.
+    While `learns` is True, it normalises by the batch, corrected by the running moments, and
+    updates these moments. Otherwise it normalises by the running moments alone.
 
-    Source: Ioffe 2017, *Batch renormalization*, https://arxiv.org/abs/1702.03275; with the numbers
-    of CrossQ
+    Source: Ioffe 2017, *Batch renormalization*, https://arxiv.org/abs/1702.03275; the
+    defaults are those of CrossQ
 
     Args:
-        shape: shape of mean and variance; the input is averaged along their dimensions of size 1,
-            too
+        shape: shape of mean and variance; the input is averaged over its leading dimensions, and
+            over those that have the size 1 in `shape`
         momentum: weight of the past in the running moments
-        eps: added to variances
-        r_max: largest ratio of the standard deviations of batch and past, and of past and batch
-        d_max: largest difference of their means, in standard deviations of the past
+        eps: number that is added to variances
+        r_max: largest ratio of the standard deviation of the batch to the running one, and of the
+            running one to that of the batch
+        d_max: largest difference of the means of batch and past, in running standard deviations
         warm_up: number of batches that are normalised by their own moments
     """
 
@@ -81,7 +83,8 @@ class BatchRenorm(nn.Module):
             return torch.addcmul(self.bias, x - self.mean, scale)
 
         # The moments of the batch
-        n = x.numel() // max(self.mean.numel(), 1)  # an observation may have no number
+        n_features = max(self.mean.numel(), 1)  # `mean` is empty for observations without numbers
+        n = x.numel() // n_features
         mean = x.sum_to_size(self.mean.shape) / n
         centred = x - mean
         var = centred.square().sum_to_size(self.mean.shape) / n
@@ -93,7 +96,7 @@ class BatchRenorm(nn.Module):
         return torch.addcmul(self.bias, centred / std * r + d, self.weight)
 
     def _correction(self, mean, std):
-        "The factor and the shift that lead from the moments of the batch to the running ones."
+        "`(r, d)`: the factor and the shift from the moments of the batch to the running moments."
         if self.n_batches < self.warm_up:
             return 1.0, 0.0
         past = (self.var + self.eps).sqrt()
@@ -103,7 +106,7 @@ class BatchRenorm(nn.Module):
 
     @torch.no_grad()
     def _remember(self, mean, var):
-        "Let the running moments learn from those of a batch."
+        "Move the running moments towards those of a batch."
         self.mean.lerp_(mean, 1 - self.momentum)
         self.var.lerp_(var, 1 - self.momentum)
         self.n_batches += 1
@@ -152,7 +155,9 @@ class StackedRenormMLP(StackedMLP):
         layers = zip(self.norms, self.weights, self.biases)
         x = x.expand(self.k, *x.shape)
         for i, (norm, weight, bias) in enumerate(layers):
-            x = torch.baddbmm(bias, norm(self.activation(x) if i else x), weight)
+            if i:  # the first layer gets the input itself
+                x = self.activation(x)
+            x = torch.baddbmm(bias, norm(x), weight)
         return x[:n]
 
 
@@ -161,7 +166,7 @@ class Renormed:
 
     @contextmanager
     def by_batch(self: Any) -> Iterator[None]:
-        "In this context, each `BatchRenorm` normalises by the batch, and learns its moments."
+        "In this context, each `BatchRenorm` normalises by the batch, and updates its moments."
         norms = [part for part in self.modules() if isinstance(part, BatchRenorm)]
         for norm in norms:
             norm.learns = True
@@ -174,24 +179,24 @@ class Renormed:
 
 @takes(SquashedPolicy)
 class RenormPolicy(Renormed, SquashedPolicy):
-    "A `SquashedPolicy` whose hidden layers have `BatchRenorm`, as CrossQ learns it."
+    "A `SquashedPolicy` with `BatchRenorm`, for `CrossQ`."
 
     networks: dict[str, Any] = dict(mlp=RenormMLP)
 
 
 @takes(ActionCritic)
 class RenormCritic(Renormed, ActionCritic):
-    "An `ActionCritic` whose layers have `BatchRenorm`, as CrossQ learns it."
+    "An `ActionCritic` with `BatchRenorm`, for `CrossQ`."
 
     networks: dict[str, Any] = dict(mlp=StackedRenormMLP)
 
 # %% ../../../nbs/agents/14_off_policy/02_crossq.ipynb #fc207bab
 class CrossQ(SoftLearner):
-    """CrossQ. Steps, segments and priorities are options of the memory.
+    """CrossQ. The length of the samples and priorities are options of the memory.
 
     Source: Bhatt et al. 2024, *CrossQ: batch normalization in deep reinforcement learning for
-    greater sample efficiency and simplicity*, https://arxiv.org/abs/1902.05605. Its critics have
-    two hidden layers of 2048 units.
+    greater sample efficiency and simplicity*, https://arxiv.org/abs/1902.05605. The authors'
+    critics have two hidden layers of 2048 units.
 
     Args:
         actor: a `RenormPolicy`, or another actor with `sample`, `box`, `is_random` and `by_batch`
@@ -231,28 +236,29 @@ class CrossQ(SoftLearner):
         self.set_betas()
 
     def make_target(self, net: torch.nn.Module) -> None:
-        "As `ReplayLearner.make_target`, without a network."
+        "As `ReplayLearner.make_target`, but the target network is empty."
         super().make_target(torch.nn.Module())
 
     def move_targets(self) -> None:
-        "There are none."
+        "Do nothing, because there are no target networks."
 
     def critic_loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         """As `action_value_loss`, with soft targets.
 
-        Their values and those of the steps come from one call of the critic, on one batch.
+        One call of the critic values the actions of the steps and those at the next observations,
+        so that the same moments normalise both.
         """
         obs = nested.as_seen(next_observations(fragment))
         with torch.no_grad():
             act, logp = self.actor.sample(obs, self.noise(fragment))
 
-        # Only steps are part of the moments. Where the last observation of an episode is missing,
-        # the row after the step is of the next episode, and no part of them either.
+        # Only valid steps count in the moments. Where the last observation of an episode is
+        # missing, the next row belongs to another episode, and does not count either.
         valid = fragment.valid
         is_missing = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
         next_valid = valid & ~is_missing
 
-        # One batch of both, so that they are normalised by the same moments
+        # Steps and next observations become one batch.
         def joined(x, x_next):
             return torch.cat([x[valid], x_next[next_valid]])
 
@@ -260,7 +266,7 @@ class CrossQ(SoftLearner):
         with self.critic.by_batch():
             values = self.critic(*pairs)
 
-        # The values of both, spread over `[T, B]` again, with 0 in the rows that were left out
+        # Their values are spread over `[T, B]` again, with 0 in the rows that were left out.
         def spread(x, where):
             return x.new_zeros(len(x), *where.shape).masked_scatter(where, x)
 
@@ -268,7 +274,7 @@ class CrossQ(SoftLearner):
         q = spread(values[:, :n], valid)
         q_next = spread(values[:, n:], next_valid).detach().amin(0)
 
-        # The density in the cube from -1 to 1, which does not depend on the units of the actions
+        # The entropy is that of actions scaled to the range from -1 to 1, see `soft_target`.
         entropy_bonus = -self.entropy_weight * (logp + self.actor.box.log_volume)
         target = td_targets(
             fragment,
@@ -284,7 +290,7 @@ class CrossQ(SoftLearner):
 
         The policy normalises by the batch, and the critic by its running moments.
         """
-        # Rows that are not valid are no part of the moments.
+        # Rows that are not valid do not count in the moments.
         valid = fragment.valid
         if not valid.all():
             fragment = transitions(fragment, valid.flatten().nonzero()[:, 0])

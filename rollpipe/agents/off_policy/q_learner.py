@@ -29,19 +29,19 @@ __all__ = ['DeepQLearner', 'levels', 'quantile_penalty', 'quantile_td', 'DQN', '
 class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     """Base of deep Q-learners.
 
-    A subclass writes `loss(fragment, weight)`; `td_options` has its options for `td_loss`.
+    A subclass writes `loss(fragment, weight)`, and passes `td_options` on to `td_loss`.
 
     Args:
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
-        burn_in: first steps of a sample, which only update the memory of a recurrent network (not
-            trained on)
+        burn_in: number of first steps of a sample that only build up the memory of a recurrent
+            network, and are not trained on
         target_every: steps of the optimiser between two copies of the weights to the target
-            network; 1: in effect, no target network
+            network; 1: as if there were no target network
         tau: Polyak averaging: fraction of the way that the target network moves after each step;
             None: copies, see `target_every`
-        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has
-            the rest
+        eta: weight of the largest TD error in the priority of a sample of several steps; the mean
+            error has the weight 1 - eta
     """
 
     double: bool = flag(True, changes="between updates")
@@ -64,7 +64,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
 
     @property
     def td_options(self) -> dict[str, Any]:
-        "Present options for `td_loss`."
+        "The present values of the options of `td_loss`."
         return dict(
             gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in
         )
@@ -89,21 +89,22 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
             return super().least_lengths()
         return {"burn_in + multi_step": self.burn_in + self.multi_step}
 
-    # `(loss, metrics, errors)`, see `td_loss`
+    # It returns `(loss, metrics, errors)`, see `td_loss`.
     loss = must_define("loss(fragment, weight)")
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        """One step of the optimiser from a `Sample`, whose TD errors become priorities.
+        """Take one step of the optimiser with a `Sample`, whose TD errors become priorities.
 
         Returns metrics, some of them tensors.
         """
         fragment, weight, _ = sample
         trained_rows = slice(self.burn_in, None)
 
-        # A sample of a memory may have no valid row to train on, as of idle environments. Several
-        # ranks compute along, because others may have valid rows.
-        may_rest = memory is not None and not ranks.active()
-        if may_rest and not fragment.valid[trained_rows].any():
+        # A sample of a memory may have no valid row to train on, for example if its environments
+        # were at rest. A single process skips it. Several ranks do not, because another rank may
+        # have valid rows, and all ranks take each step together.
+        may_skip = memory is not None and not ranks.active()
+        if may_skip and not fragment.valid[trained_rows].any():
             return {}
         self.check_length(fragment.n_steps)
         if getattr(memory, "zero_state", False) and nested.leaves(fragment.hx):
@@ -133,18 +134,18 @@ def levels(n: int, like: Tensor) -> Tensor:
 def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     """The loss of quantile regression, `[...]`.
 
-    It is the sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`,
-    where `uᵢⱼ = goalⱼ - valueᵢ`.
+    The loss is the sum over quantiles `i` of the mean over samples `j` of
+    `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`, where `uᵢⱼ = goalⱼ - valueᵢ`.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
-    https://arxiv.org/abs/1710.10044, equations 8 to 10. They do not divide `size` by `huber`. The
-    division changes nothing for `huber=1`, and allows `huber=0`.
+    https://arxiv.org/abs/1710.10044, equations 8 to 10. The authors do not divide `size` by
+    `huber`. The division changes nothing for `huber=1`, and allows `huber=0`.
 
     Args:
         goal: samples of the return [..., M]
         value: quantiles [..., N]
-        huber: size is `u² / 2 huber` for differences `u` below this limit, and `|u| - huber / 2`
-            for greater ones; 0: always `|u|`
+        huber: size is `u² / (2 huber)` if `|u|` is below this limit, and `|u| - huber / 2` if it is
+            larger; 0: always `|u|`
     """
     u = goal.unsqueeze(-2) - value.unsqueeze(-1)
     size = huber_penalty(u, huber) / (2 * huber) if huber else u.abs()
@@ -165,8 +166,8 @@ def quantile_td(
         Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*)
         a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a), or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
 
-    Terminal and truncated states, memory, several steps, weights and errors that are raised are as
-    in `td`.
+    Terminal and truncated states, memory, several steps and weights are treated as in `td`, which
+    also describes the exceptions.
 
     Source: Dabney et al. 2018, https://arxiv.org/abs/1710.10044, algorithm 1.
 
@@ -187,7 +188,7 @@ def quantile_td(
 class DQN(DeepQLearner):
     """Deep Q-learning, by default double. Duelling is an option of the network.
 
-    Segments and priorities are options of the memory.
+    The length of the samples and priorities are options of the memory.
 
     Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015,
     https://arxiv.org/abs/1509.06461 (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952
@@ -213,9 +214,10 @@ class DQN(DeepQLearner):
 
 # %% ../../../nbs/agents/14_off_policy/03_q_learner.ipynb #98f181e5
 class QRDQN(DeepQLearner):
-    """Quantile regression DQN, by default double. Duelling and quantiles are network options.
+    """Quantile regression DQN, by default double.
 
-    Segments and priorities are options of the memory.
+    Duelling and the number of quantiles are options of the network. The length of the samples and
+    priorities are options of the memory.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
     https://arxiv.org/abs/1710.10044. Priorities are the errors of the means.

@@ -82,9 +82,9 @@ class TimedIterator:
 class ReplayLearner(Discounted, Learner):
     """Base of learners from a replay memory.
 
-    A subclass writes `learn(sample, memory)`, and `update` calls it for each sample.
-
-    It also makes `target`. If its exploration decays, it writes `explore` and `exploration`.
+    A subclass writes `learn(sample, memory)`, and `update` calls it for each sample. The subclass
+    also makes the target network with `make_target`. If its exploration decays, it writes `explore`
+    and `exploration`.
 
     The memory is part of the state of the stream (see `stream_state`), and not of the learner's. A
     learner that is resumed without the state of the stream fills a new memory, and explores as much
@@ -114,8 +114,8 @@ class ReplayLearner(Discounted, Learner):
     def copy_buffers(self) -> None:
         """Copy the normalisers to the target network.
 
-        Every update calls this, as long as the target network has not been updated itself: its own
-        normalisers have seen no data yet.
+        Every update calls this until the target network is updated for the first time. Before that,
+        the target's normalisers have seen no data.
         """
         update_buffers(self.target, self.actor)
 
@@ -129,9 +129,9 @@ class ReplayLearner(Discounted, Learner):
     def update(self, batch: Replayed | Fragment) -> dict:
         """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample.
 
-        Returns metrics (see `METRICS`). As long as there are no samples, it only counts. Raises
-        `DataError` if something is not finite, or if a `Fragment` has no valid row. The fresh steps
-        of a `Replayed` may all be invalid.
+        Returns metrics (see `METRICS`). Without samples, an update only counts the fresh steps,
+        which also change exploration and normalisers. Raises `DataError` if a number is not finite,
+        or if a `Fragment` has no valid row. The fresh steps of a `Replayed` may all be invalid.
         """
         if not isinstance(batch, Replayed):
             check_item(batch, Fragment, self)
@@ -143,7 +143,7 @@ class ReplayLearner(Discounted, Learner):
         begin_metrics = self.begin(fresh, may_be_empty=memory is not None)
         exploration = self.exploration()
 
-        # The exponent of a memory's importance weights rises with the steps.
+        # `beta`, the exponent of a memory's importance weights, rises with the steps.
         prioritized = getattr(memory, "prioritized", False)
         if prioritized and ranks.active():
             raise DataError(
@@ -165,7 +165,8 @@ class ReplayLearner(Discounted, Learner):
             records.append(self.learn(sample, memory))
             n_drawn_here += sample.fragment.valid.sum()
 
-        # Count the fresh steps, and what the memories of all ranks hold and have given.
+        # Count the fresh steps, the transitions in the memories of all ranks, and those drawn from
+        # them.
         n_fresh = self.count(fresh)
         n_stored_here = 0 if memory is None else len(memory)
         sizes = torch.tensor([n_stored_here, int(n_drawn_here)])
@@ -184,16 +185,16 @@ class ReplayLearner(Discounted, Learner):
             seconds_update=perf_counter() - start,
         )
 
-    # the algorithm: learns from a `Sample`, and tells a prioritised memory the errors; returns
-    # metrics, some of them tensors
+    # The algorithm: `learn` learns from a `Sample`, and passes the errors to `prioritize`. It
+    # returns metrics, some of them tensors.
     learn = must_define("learn(sample, memory)")
 
     def prioritize(
         self, memory: Any, sample: Sample, errors: torch.Tensor, valid: torch.Tensor
     ) -> dict:
-        """Tell a memory with priorities the errors `[T, B]` of a sample; returns metrics.
+        """Set the priorities of a sample in its memory, from the errors `[T, B]`; returns metrics.
 
-        Other memories are told nothing.
+        Nothing happens for a memory without priorities.
         """
         if not getattr(memory, "prioritized", False):
             return {}
@@ -201,7 +202,7 @@ class ReplayLearner(Discounted, Learner):
         return dict(weight_min=sample.weight.min())
 
     def least_lengths(self) -> dict[str, int]:
-        "Option -> the smallest number of steps of a sample that it works with."
+        "Option -> the smallest number of steps that a sample must have for this option."
         return dict(multi_step=self.multi_step)
 
     def check_length(self, length: int) -> None:
@@ -218,13 +219,15 @@ class ReplayLearner(Discounted, Learner):
     def end(self) -> None:
         "As `Learner.end`. The average of the policy begins with the first step of the optimiser."
         super().end()
+
+        # Until then, all updates have the same weights, and do not count.
         if self.average is not None and not self.gradient_steps:
             self.average.count.zero_()
 
     def count(self, fresh: Fragment) -> int:
-        """Count an update and the steps of the fresh fragment. Returns their number.
+        """Count an update and the steps of the fresh fragment. Returns the number of these steps.
 
-        These steps drive exploration and the normalisers.
+        The fresh steps also change the exploration, and update the normalisers.
         """
         n = self.count_steps(fresh)
         self.explore()
