@@ -319,15 +319,7 @@ class Actor(torch.nn.Module):
             )
         if noise is not None:
             raise TypeError(f"{type(self).__name__} has no draw_noise and takes no noise")
-        return self(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=hx,
-            stepno=stepno,
-            virtual=virtual,
-        )
+        return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
 
     def reset(self, hx: Any, at: Any) -> Any:
         """Return a new recurrent state in which the environments `at` begin again, with zeros.

@@ -91,11 +91,7 @@ class OneHot(_Integers):
         # Feature k is 1 where integer number `owner[k]` has the value `values[k]`.
         ranges = [np.arange(first, first + k) for first, k in zip(start, n)]
         owner = np.repeat(np.arange(len(n)), n)
-        super().__init__(
-            shape,
-            owner=owner,
-            values=np.concatenate(ranges),
-        )
+        super().__init__(shape, owner=owner, values=np.concatenate(ranges))
         self.n_out = n_out
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -162,11 +158,7 @@ class Embeddings(_Integers):
         n_rows_before = np.cumsum(n) - n
         super().__init__(shape, offset=n_rows_before - start)
         total = int(n.sum())
-        check_parameters(
-            total * check_integer("size", size, pipe=self),
-            pipe=self,
-            size=size,
-        )
+        check_parameters(total * check_integer("size", size, pipe=self), pipe=self, size=size)
         self.n_out = len(n) * size
         self.table = nn.Embedding(total, size)
 

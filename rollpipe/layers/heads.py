@@ -657,13 +657,7 @@ def head_for(
     if isinstance(space, gym.spaces.MultiBinary):
         return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
     if is_box_of_floats(space):
-        return GaussianHead(
-            n_in,
-            space.shape,
-            space.low,
-            space.high,
-            **gaussian,
-        )
+        return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
     raise SpaceError(
         "unsupported action space",
         leaf=name,

@@ -97,11 +97,7 @@ def orthogonal_linear(
 
     Source: Saxe et al. 2013, https://arxiv.org/abs/1312.6120
     """
-    check_parameters(
-        (n_in + 1) * n_out,
-        n_in=n_in,
-        n_out=n_out,
-    )
+    check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
     layer = nn.Linear(n_in, n_out)
     orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)

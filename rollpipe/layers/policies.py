@@ -74,14 +74,7 @@ class Policy(ForSpaces, Actor):
 
         `info` has at least `dist=params`. A policy that reports more overrides this method.
         """
-        params, hx = self.params(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=hx,
-            stepno=stepno,
-        )
+        params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
         return params, hx, {"dist": params}
 
     def forward(
@@ -97,14 +90,7 @@ class Policy(ForSpaces, Actor):
         noise: Any = None,
     ) -> tuple:
         dist = self.dist
-        params, hx, info = self.answer(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=hx,
-            stepno=stepno,
-        )
+        params, hx, info = self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
         return act, hx, info
 
@@ -113,14 +99,7 @@ class Policy(ForSpaces, Actor):
         stepno, obs, act, rew, fin = state
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
-        return self.answer(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=hx,
-            stepno=stepno,
-        )
+        return self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)
 
     def distribution(self, state: Any, hx: Any) -> Any:
         """Compute the parameters of `dist` `[T, B, ...]`, with gradients.
@@ -145,11 +124,7 @@ class Policy(ForSpaces, Actor):
         if type(self).forward is Policy.forward:
             _, _, info = self._answer_in(state, fragment.hx)
         else:
-            _, _, info = self.step(
-                *state,
-                hx=fragment.hx,
-                virtual=True,
-            )
+            _, _, info = self.step(*state, hx=fragment.hx, virtual=True)
 
         # The action of row t stands in the state of row t + 1.
         act = nested.getitem(fragment.state.act, slice(1, None))
@@ -202,12 +177,7 @@ class MLPPolicy(Torso, Policy):
         super().__init__()
         self.trunk = self.make_masked_torso(observation_space, action_space, **torso)
         self.action_space = copy.deepcopy(action_space)
-        self.head = head_for(
-            action_space,
-            self.trunk.n_out,
-            std=std,
-            log_std=log_std,
-        )
+        self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 
     def params(
@@ -490,11 +460,7 @@ class BoundedActor(Torso, Actor):
         super().__init__()
         self.box = UnitBox(action_space, type(self).__name__)
         self.action_space = copy.deepcopy(action_space)
-        self.trunk = self.make_torso(
-            observation_space,
-            networks=self.networks,
-            **torso,
-        )
+        self.trunk = self.make_torso(observation_space, networks=self.networks, **torso)
         n_out = self.n_params * self.box.center.numel()
         self.head = MLP(self.trunk.n_out, (), n_out, gain=0.01)
         self.register_buffer("is_random", torch.tensor(False))

@@ -46,13 +46,7 @@ class DuellingHead(nn.Module):
     ):
         super().__init__()
         self.value = MLP(n_in, hidden, 1, activation)
-        self.advantage = MLP(
-            n_in,
-            hidden,
-            n,
-            activation,
-            gain=0.01,
-        )
+        self.advantage = MLP(n_in, hidden, n, activation, gain=0.01)
 
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
@@ -113,12 +107,7 @@ class EpsilonGreedy(ForSpaces, Actor):
         actions are not known yet.
         """
         device = noise_device(generator)
-        noise = torch.rand(
-            *lead,
-            2,
-            generator=generator,
-            device=device,
-        )
+        noise = torch.rand(*lead, 2, generator=generator, device=device)
         if self.action_mask is None:
             noise[..., 1] = torch.randint(
                 self.n_actions, tuple(lead), generator=generator, device=device
@@ -137,13 +126,7 @@ class EpsilonGreedy(ForSpaces, Actor):
         virtual: bool,
         noise: Any = None,
     ) -> tuple:
-        q, hx = self.q(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=hx,
-        )
+        q, hx = self.q(obs, act, rew, fin, hx=hx)
         act = q.argmax(-1)
 
         # With noise, some rows get a random action, if their chance is below `epsilon`.
@@ -180,13 +163,7 @@ class EpsilonGreedy(ForSpaces, Actor):
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
         is_initial = isinstance(hx, tuple) and not hx
-        return self.q(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=None if is_initial else hx,
-        )
+        return self.q(obs, act, rew, fin, hx=None if is_initial else hx)
 
 # %% ../../nbs/layers/08_q_networks.ipynb #b5af11fb
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
@@ -244,13 +221,7 @@ class QPolicy(Torso, EpsilonGreedy):
         activation: str | type,
     ) -> nn.Module:
         "Make the layers behind `trunk`."
-        return _head(
-            self.trunk.n_out,
-            self.n_actions,
-            hidden,
-            duelling,
-            activation,
-        )
+        return _head(self.trunk.n_out, self.n_actions, hidden, duelling, activation)
 
     def q(
         self,
@@ -313,13 +284,7 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
         *,
         hx: Any,
     ) -> tuple:
-        y, hx = self.recurrent_features(
-            obs,
-            act,
-            rew,
-            fin,
-            hx,
-        )
+        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         return self.masked(self.head.forward(y), obs), hx
 
 # %% ../../nbs/layers/08_q_networks.ipynb #8fa01269
@@ -352,13 +317,7 @@ class QuantileHead(nn.Module):
     ):
         super().__init__()
         self.shape = (n, n_quantiles)
-        self.advantage = MLP(
-            n_in,
-            hidden,
-            n * n_quantiles,
-            activation,
-            gain=0.01,
-        )
+        self.advantage = MLP(n_in, hidden, n * n_quantiles, activation, gain=0.01)
         value = MLP(n_in, hidden, n_quantiles, activation) if duelling else None
         self.register_module("value", value)
 

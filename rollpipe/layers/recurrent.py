@@ -158,11 +158,11 @@ class Recurrent(nn.Module):
     # Subclasses define all of these.
     module: type  # torch's module with the weights
     n_gates: int = 1
-    init_gates: Callable
-    initial: Callable
-    one_step: Callable
-    split_gates: Callable
-    cell: Callable
+    init_gates: Callable  # init_gates(biases, keep): set initial biases
+    initial: Callable  # initial(zeros) -> memory at the start of an episode
+    one_step: Callable  # one_step(x, hx) -> (y, hx): one step of all layers
+    split_gates: Callable  # split_gates(x) -> the argument `gates` of `scan`
+    cell: Callable  # cell(*gates, h, w, b) -> h: one step of one layer
 
     def __init__(
         self,
@@ -258,14 +258,7 @@ class Recurrent(nn.Module):
         for i, (w_ih, w_hh, b_ih, b_hh) in enumerate(self.weights()):
             gates = self.split_gates(nn.functional.linear(y, w_ih, b_ih))
             begin = map_memory(lambda h, i=i: h[i], start)
-            h = scan(
-                self.cell,
-                gates,
-                sizes,
-                begin,
-                w_hh.t(),
-                b_hh,
-            )
+            h = scan(self.cell, gates, sizes, begin, w_hh.t(), b_hh)
             y = _output(h)
             memories.append(map_memory(lambda h: h[last], h))
         hx = map_memory(lambda *hs: torch.stack(hs), *memories)
@@ -474,12 +467,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
     ):
         super().__init__()
         self.make_memory(observation_space, action_space, **torso)
-        self.head = head_for(
-            action_space,
-            self.memory.n_out,
-            std=std,
-            log_std=log_std,
-        )
+        self.head = head_for(action_space, self.memory.n_out, std=std, log_std=log_std)
         self.action_space = copy.deepcopy(action_space)
         self.dist = self.head.dist
         self.report = report
@@ -507,13 +495,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         hx: Any,
         stepno: Tensor,
     ) -> tuple:
-        y, hx = self.recurrent_features(
-            obs,
-            act,
-            rew,
-            fin,
-            hx,
-        )
+        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         params = self.masked(self.head.forward(y), obs)
         info = {"dist": params}
         if self.report:

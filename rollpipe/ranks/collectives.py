@@ -52,7 +52,8 @@ class SharedSums:
         self.memories = memories
         self.timeout = timeout
         self.turn = 0
-        # Every rank is a peer, except this one.
+
+        # This rank is the only one that is not among the peers.
         [self.rank] = set(range(len(memories))) - peers.keys()
 
         # Each memory holds two halves of `size` bytes, the first of which begins at byte `begin`.
@@ -221,7 +222,7 @@ _checked_for_copies: list = []
 
 
 def active() -> bool:
-    "Whether this process is in a block `distributed` with other ranks."
+    "Whether this process is in a block `distributed`, and not learning alone."
     return bool(_group)
 
 

@@ -136,12 +136,7 @@ class _Trial:
                 noise = self.noise((T, B), seed)
             more = {"noise": noise} if self.takes_noise else {}
             rng_state = torch.get_rng_state()
-            act, next_hx, info = self.actor.step(
-                *state,
-                hx=hx,
-                virtual=virtual,
-                **more,
-            )
+            act, next_hx, info = self.actor.step(*state, hx=hx, virtual=virtual, **more)
             has_drawn = not torch.equal(torch.get_rng_state(), rng_state)
 
         # The call must neither use the global generator nor change its inputs.
@@ -157,18 +152,8 @@ class _Trial:
         )
 
         # The answer
-        self.check_tensors(
-            ACTOR_INFO,
-            info,
-            "info",
-            (T, B),
-        )
-        self.check_tensors(
-            ACTOR_HX,
-            next_hx,
-            "hx",
-            (None, B),
-        )
+        self.check_tensors(ACTOR_INFO, info, "info", (T, B))
+        self.check_tensors(ACTOR_HX, next_hx, "hx", (None, B))
         return self._checked_action(act, T, B), next_hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
@@ -178,20 +163,16 @@ class _Trial:
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
             nested.Form(before, "hx").check(new)
-        self.report.check(
-            ACTOR_INPUTS_KEPT,
-            same(hx, before),
-            "reset changed hx",
-        )
+        self.report.check(ACTOR_INPUTS_KEPT, same(hx, before), "reset changed hx")
         return new
 
     def check_tensors(self, rule: str, tree: Any, name: str, lead: tuple) -> None:
         """Check that all leaves are tensors; a broken rule ends the section.
 
         Args:
-            rule: the rule that another leaf breaks
+            rule: the rule that is broken if a leaf does not fit
             tree: nested tensors
-            name: what messages call them
+            name: what messages call the tensors
             lead: the first two dimensions of each leaf; None: any size
         """
 
@@ -203,29 +184,18 @@ class _Trial:
         for path, x in nested.items(tree, name):
             if not fits(x):
                 T, B = lead
-                self.report.add(
-                    rule,
-                    f"{path} is {describe(x)}, T={T}, B={B}",
-                )
+                self.report.add(rule, f"{path} is {describe(x)}, T={T}, B={B}")
                 raise self.report.Stop
 
     def _checked_action(self, act, T, B):
         "Check an action, and return it in the containers of its space."
         space = self.spaces[1]
         act = in_containers(act, space_spec(space, "act"))
-        self.check_tensors(
-            ACTOR_ACT,
-            act,
-            "act",
-            (T, B),
-        )
+        self.check_tensors(ACTOR_ACT, act, "act", (T, B))
 
         # The actions are made into those that environments get, as in a pipeline.
         with self.report.demand(ACTOR_ACT):
-            arrays = nested.map(
-                lambda x: x.flatten(0, 1).cpu().numpy(),
-                act,
-            )
+            arrays = nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act)
             try:
                 rows = action_rows(space)(arrays)
             except ActorError as e:
@@ -234,13 +204,10 @@ class _Trial:
                 self.report.add(ACTOR_ACT_IN_SPACE, str(e))
                 rows = []
 
-        # The report keeps the first detail of a rule, so it names the first such action.
+        # Each action must lie in the space; the report names the first one that does not.
         for row in rows:
-            self.report.check(
-                ACTOR_ACT_IN_SPACE,
-                space.contains(row),
-                f"{row} is not in {space}",
-            )
+            is_inside = space.contains(row)
+            self.report.check(ACTOR_ACT_IN_SPACE, is_inside, f"{row} is not in {space}")
         return act
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #2b17f5b8
@@ -253,18 +220,9 @@ def _check_noise(report, trial, T, B):
     has_drawn = not torch.equal(torch.get_rng_state(), before)
 
     # Two generators with the same seed must give the same noise, and no other generator is used.
-    report.check(
-        ACTOR_NOISE,
-        same(noise, noise_again),
-        "the same generator gave other noise",
-    )
+    report.check(ACTOR_NOISE, same(noise, noise_again), "the same generator gave other noise")
     report.check(ACTOR_NOISE, not has_drawn, "it drew from torch's global generator")
-    trial.check_tensors(
-        ACTOR_NOISE,
-        noise,
-        "noise",
-        (T, B),
-    )
+    trial.check_tensors(ACTOR_NOISE, noise, "noise", (T, B))
 
 
 def _reset_all(trial, hx, B):
@@ -303,13 +261,7 @@ _ROUNDING = 1e-4
 def _check_batch(report, trial, state, hx, T, B):
     "Check that the answers do not depend on how the states are put into batches."
     noise = trial.noise((T, B), 6)
-    _check_columns(
-        report,
-        trial,
-        _rows(state, 0),
-        hx,
-        _rows(noise, 0),
-    )
+    _check_columns(report, trial, _rows(state, 0), hx, _rows(noise, 0))
 
     # The answers step by step, with the memory reset where an episode begins
     acts = []
@@ -321,11 +273,7 @@ def _check_batch(report, trial, state, hx, T, B):
                 memory,
                 state.fin[t].nonzero()[:, 0].tolist(),
             )
-        act, memory, info = trial.step(
-            _rows(state, t),
-            memory,
-            noise=_rows(noise, t),
-        )
+        act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
         acts.append(nested.snapshot(act))
         infos.append(nested.snapshot(info))
 
@@ -390,15 +338,7 @@ def check_actor(
     report = Report()
 
     # A section ends at the first broken rule that makes its other checks meaningless.
-    report.section(
-        _check_actor,
-        report,
-        actor,
-        spaces_of(env),
-        n_steps,
-        n_envs,
-        seed,
-    )
+    report.section(_check_actor, report, actor, spaces_of(env), n_steps, n_envs, seed)
     return report.close(type(actor).__name__, raises)
 
 
@@ -408,11 +348,7 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
     Their order is such that one mistake does not also break the rules that are checked later.
     """
     for method in ("step", "reset"):
-        report.check(
-            ACTOR_METHODS,
-            callable(getattr(actor, method, None)),
-            f"no {method}",
-        )
+        report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations:
         return
 
@@ -426,28 +362,12 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
             return
 
         # The state of the actor is read after a first call, which may cache values.
-        _, hx, _ = trial.step(
-            _rows(states[0], 0),
-            None,
-            virtual=True,
-        )
+        _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
         before = _state_of(actor)
-        report.section(
-            _check_answers,
-            report,
-            trial,
-            *states,
-            hx,
-            T,
-            B,
-        )
+        report.section(_check_answers, report, trial, *states, hx, T, B)
         after = _state_of(actor)
     changed = [name for name, *_ in nested.differing(before, after)]
-    report.check(
-        ACTOR_UNCHANGED,
-        not changed,
-        f"{', '.join(changed)} changed",
-    )
+    report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
 
     trials = [_Trial(report, copy, spaces) for copy in copies]
     if trials and not report.violations:
@@ -474,11 +394,7 @@ def _check_copies(report, trials, states, other_states):
 
     def answer(trial, state):
         with EvalMode(trial.actor):
-            return trial.step(
-                _rows(state, 0),
-                None,
-                seed=1,
-            )
+            return trial.step(_rows(state, 0), None, seed=1)
 
     # The first copy has seen other states, which must not matter to its answer.
     answer(trials[0], other_states)
@@ -512,11 +428,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     # states of the first, must give the same answer again.
     answer = trial.step(row, hx, seed=1)
     first = nested.snapshot(answer)
-    _, hx_of_other, _ = trial.step(
-        _rows(other_states, 1),
-        hx,
-        seed=2,
-    )
+    _, hx_of_other, _ = trial.step(_rows(other_states, 1), hx, seed=2)
     report.check(
         ACTOR_FRESH,
         same(answer, first),
@@ -527,12 +439,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
 
     # After a virtual call, the same call must give the same answer again.
     if repeats:
-        trial.step(
-            _rows(other_states, 1),
-            hx,
-            seed=3,
-            virtual=True,
-        )
+        trial.step(_rows(other_states, 1), hx, seed=3, virtual=True)
         again = nested.snapshot(trial.step(row, hx, seed=1))
         report.check(
             ACTOR_VIRTUAL,
@@ -541,10 +448,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
         )
 
         # The previous action and reward must not matter, because row 0 begins new episodes.
-        past = row._replace(
-            act=_rows(other_states.act, 0),
-            rew=row.rew + 1,
-        )
+        past = row._replace(act=_rows(other_states.act, 0), rew=row.rew + 1)
         report.check(
             ACTOR_NEW_EPISODE,
             same(trial.step(past, hx, seed=1), again),
@@ -555,18 +459,8 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     if nested.leaves(hx):
         used = hx
         for t in range(T):
-            _, used, _ = trial.step(
-                _rows(states, t),
-                used,
-                seed=t,
-            )
-        _check_reset(
-            report,
-            trial,
-            used,
-            hx_of_other,
-            B,
-        )
+            _, used, _ = trial.step(_rows(states, t), used, seed=t)
+        _check_reset(report, trial, used, hx_of_other, B)
 
     # Batches of other shapes can be compared only if `reset` is correct and the random numbers are
     # the same. An actor without `draw_noise` must draw none, so another seed must give the same

@@ -104,11 +104,7 @@ def _check_obs(report, obs, space, spec):
     is_finite = all(np.isfinite(x).all() for x in floats)
     is_within = not is_finite or space.contains(_as_sample(obs, space))
     report.check(ENV_OBS_FINITE, is_finite, describe(obs))
-    report.check(
-        ENV_OBS_WITHIN_BOUNDS,
-        is_within,
-        f"{obs} is not in {space}",
-    )
+    report.check(ENV_OBS_WITHIN_BOUNDS, is_within, f"{obs} is not in {space}")
     return obs
 
 
@@ -378,15 +374,7 @@ def check_env(
         return report.close(factory, raises)
 
     is_lent = is_instance(env)
-    report.section(
-        _check_env,
-        report,
-        env,
-        env_kwargs,
-        n_steps,
-        seed,
-        is_lent,
-    )
+    report.section(_check_env, report, env, env_kwargs, n_steps, seed, is_lent)
     return report.close(env if is_lent else EnvFactory(env, env_kwargs), raises)
 
 

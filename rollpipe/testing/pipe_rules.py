@@ -211,10 +211,7 @@ def _differs(a, b):
     if same(a, b):
         return None
     leaves = zip(nested.items(a, "item"), nested.leaves(b))
-    return next(
-        (path for (path, x), y in leaves if not same(x, y)),
-        "the structure",
-    )
+    return next((path for (path, x), y in leaves if not same(x, y)), "the structure")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #039e11c3
 class _Probe(Pipe):

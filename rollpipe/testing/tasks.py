@@ -118,11 +118,7 @@ class Steering(gym.Env):
         max_steps: length of an episode
     """
 
-    observation_space = Box(
-        -np.inf,
-        np.inf,
-        (1,),
-    )
+    observation_space = Box(-np.inf, np.inf, (1,))
     action_space = Box(-1, 1, (1,))
 
     def __init__(self, effort: float = 2.0, max_steps: int = 20):
@@ -292,11 +288,7 @@ class Recall(gym.Env):
         super().__init__()
         self.delay = check_integer("delay", delay, pipe=self)
         self.n_cues = check_integer("n_cues", n_cues, 2, pipe=self)
-        self.observation_space = Box(
-            0,
-            1,
-            (n_cues + 2,),
-        )
+        self.observation_space = Box(0, 1, (n_cues + 2,))
         self.action_space = Discrete(n_cues)
 
     def reset(
@@ -431,11 +423,7 @@ class BitFlip(gym.Env):
     def compute_reward(
         self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
     ) -> np.ndarray:
-        return np.where(
-            self._is_reached(achieved_goal, desired_goal),
-            0.0,
-            -1.0,
-        )
+        return np.where(self._is_reached(achieved_goal, desired_goal), 0.0, -1.0)
 
     def compute_terminated(
         self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
@@ -497,7 +485,4 @@ class PointReach(BitFlip):
 # is registered is left out, because gymnasium warns if it is registered again.
 for env in (BitFlip, PointReach):
     if f"{env.__name__}-v0" not in gym.registry:
-        gym.register(
-            f"{env.__name__}-v0",
-            f"rollpipe.testing.tasks:{env.__name__}",
-        )
+        gym.register(f"{env.__name__}-v0", f"rollpipe.testing.tasks:{env.__name__}")

@@ -176,7 +176,8 @@ def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
             expected=f"one of {known}, or an entry of `rollpipe.tuning.tune.SPACES`, "
             "made by a module of --import",
         )
-    # What the user sets is not searched.
+
+    # Options that the user sets are not searched.
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
 
     # Options without an effect are left out. With `tau` the target network is never copied, and a
@@ -185,6 +186,8 @@ def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
         space.pop("target_every", None)
     if options.get("shared"):
         space.pop("critic_lr", None)
+
+    # An actor with memory also has the size of its memory.
     if options.get("recurrent") and "state_size" not in fixed:
         space["state_size"] = Choice([32, 64, 128])
     if not space:
