@@ -34,10 +34,10 @@ __all__ = ['must_define', 'check_signature', 'ActingState', 'Actor']
 
 # %% ../../nbs/layers/00_actor.ipynb #f6e05071
 def must_define(signature: str) -> Any:
-    """A method that every subclass writes; that of the base raises `NotImplementedError`.
+    """Make a method that only raises `NotImplementedError`, because every subclass must write it.
 
     Args:
-        signature: the name of the method and what it gets, such as 'improve(batch)'
+        signature: name and arguments of the method, for the message, such as 'improve(batch)'
     """
 
     def missing(self, *args, **kwargs):
@@ -47,13 +47,17 @@ def must_define(signature: str) -> Any:
 
 
 def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) -> None:
-    """Check that `cls.method` can be called as the contract says.
+    """Check that a method accepts the arguments that the contract passes to it.
 
-    It is called with `self`, the `positional` arguments and the `keywords`.
+    Args:
+        cls: the class that has the method
+        method: name of the method
+        positional: names of the arguments that are passed by position, without `self`
+        keywords: names of the arguments that are passed by keyword
 
     Raises:
-        TypeError: names the class and the method, the parameters that are missing, and the required
-            ones that are not expected.
+        TypeError: the method has no parameter for one of these arguments, or it has a parameter
+            without a default that gets no argument. The message names all such parameters.
     """
     P = inspect.Parameter
     _, *parameters = signature_of(getattr(cls, method)).parameters.values()
@@ -74,9 +78,9 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
 
     # Parameters without a default that get no argument
     required = [name for name, p in others.items() if p.default is P.empty]
-    excess = [name for name in required if name not in keywords]
+    unfilled = [name for name in required if name not in keywords]
 
-    names_of = dict(lacks=missing, demands=excess)
+    names_of = dict(lacks=missing, demands=unfilled)
     problems = [f"{verb} {', '.join(names)}" for verb, names in names_of.items() if names]
     if problems:
         signature = ", ".join(("self", *positional, "*", *keywords))
@@ -101,13 +105,16 @@ class ActingState(NamedTuple):
 
 
 def _as_batch(obs, space):
-    """`obs` as an actor sees it, numpy `[n, ...]`, and whether it is that of a single environment.
+    """Make a batch of an observation.
+
+    Returns the batch, numpy arrays `[n, ...]` with the numbers that the actor sees, and whether
+    `obs` is the observation of a single environment.
 
     Raises:
         DataError: a number is not finite, or not in the space.
     """
-    # An observation of several environments has one dimension more than the space says. All others
-    # are read as one observation, so that `read_obs` says what is wrong with them.
+    # The observations of several environments have one dimension more than the space says. Anything
+    # else is read as a single observation. If it is none, `read_obs` says what is wrong with it.
     like = space_spec(space, "obs")
     leaves = nested.leaves(in_containers(obs, like, as_like))
     ndim_of_one = nested.leaves(like)[0].ndim
@@ -118,7 +125,7 @@ def _as_batch(obs, space):
     else:
         batch = read_obs(obs, nested.alloc(like, len(leaves[0])), batch=True)
 
-    # float64 may become infinite in float32, so the numbers are checked as the actor sees them.
+    # The numbers are checked after the conversion to float32, in which a large float64 is infinite.
     batch = nested.numpify(nested.as_seen(nested.torchify(batch)))
     leaves = nested.leaves(batch)
     wrong = FiniteCheck(batch, "obs").find(leaves) or RangeCheck(space, "obs").find(leaves)
@@ -134,8 +141,7 @@ def _as_batch(obs, space):
 
 
 def _as_flags(starts, n):
-    "`starts`, a bool or bools `[n]`, as a tensor `[1, n]`."
-    # A single bool holds for all environments.
+    "Make a bool tensor `[1, n]` of `starts`, which is a bool for all environments or bools `[n]`."
     flags = torch.as_tensor(starts)
     if flags.dtype == torch.bool and flags.shape in ((), (n,)):
         return flags.expand(1, n)
@@ -148,7 +154,10 @@ def _as_flags(starts, n):
 
 
 def _as_rewards(reward, n):
-    "`reward`, a number or numbers `[n]`, as a float32 tensor `[1, n]`."
+    """Make a float32 tensor `[1, n]` of `reward`.
+
+    `reward` is a number for all environments, or numbers `[n]`.
+    """
     try:
         rew = torch.as_tensor(reward, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
@@ -161,7 +170,7 @@ def _as_rewards(reward, n):
             got=describe(reward),
         )
 
-    # A single number holds for all environments; the first one that is not finite is named.
+    # The error names the first environment whose reward is not finite.
     rew = rew.expand(n)
     for b, number in enumerate(rew.tolist()):
         if not isfinite(number):
@@ -176,7 +185,7 @@ def _as_rewards(reward, n):
 
 
 def _check_state(state, n):
-    "Raise `DataError` unless `state` is that of `n` environments."
+    "Raise `DataError` unless `state` is an `ActingState` of `n` environments."
     if not isinstance(state, ActingState):
         raise DataError(
             "this is no state",
@@ -198,37 +207,42 @@ def _check_state(state, n):
 class Actor(torch.nn.Module):
     """Base class of all actors; subclasses write `forward`.
 
-    Its signature is `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`. It gets
-    tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the
-    action `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]` to be
-    recorded. `virtual` is True if the reaction is only recorded, and its action is
-    not taken. `forward` must neither change its inputs nor keep them (their memory may be reused),
-    and it returns new tensors at each call. Leaves of `hx` have the environments on dim 1; an actor
-    without memory returns `()`, and `hx=None` stands for the initial state. Where `fin` is set, a
-    recurrent actor starts from the initial state.
+    The signature is `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`. The arguments
+    are tensors `[T, B, ...]`, of which `obs` and `act` may be nested. `forward` returns `(act, hx,
+    info)`: the action `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]`
+    that fragments record. `virtual` is True if the answer is only recorded, and its action is not
+    taken. `forward` must not change its inputs. It must not keep them either, because their memory
+    may be reused. It returns new tensors at each call.
 
-    Where `fin` is set, `step` replaces the previous action and reward by zeros (`without_past`),
-    because they belong to another episode. An actor that looks at neither sets `uses_past = False`
-    and gets them unchanged.
+    Each leaf of the recurrent state `hx` has the environments on dim 1. `hx=None` stands for the
+    initial state, from which a recurrent actor also starts where `fin` is set. An actor without
+    memory returns `()`.
 
-    A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept
-    `noise` in `forward`, where `None` asks for the deterministic action, and must not draw from any
-    other generator. Quantities that can be computed from the actions and the infos, such as
-    log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info`
-    adds them for a whole fragment in one call.
+    Where `fin` is set, the previous action and reward belong to another episode. So `step` replaces
+    them by zeros (`without_past`). An actor that reads neither of them sets `uses_past = False` and
+    gets them unchanged.
+
+    A subclass may have a method `draw_noise(lead, generator) -> nested [*lead, ...]`. Then it must
+    draw no random numbers elsewhere, and its `forward` must accept `noise`. `noise=None` asks for
+    the deterministic action.
+
+    A subclass may also have a method `complete(act, info) -> info`. It gets the actions and infos
+    of a whole fragment, and adds what can be computed from them, such as log-probabilities. So
+    `forward` need not report these at every step.
 
     During collection the actor is in evaluation mode; afterwards its former mode is restored. An
     actor must not change itself while it acts, because its copies in worker processes would differ.
     `Lanes` and workers raise `ActorError` if a parameter or buffer changes. They warn if another
-    attribute changes, which may be a random generator. The memory of an actor belongs in `hx`.
-    Changes that a learner makes reach the workers only if they are in parameters or buffers.
+    attribute changes, such as a random generator. What an actor remembers belongs in `hx`. Changes
+    that a learner makes reach the workers only if they are in parameters or buffers.
 
-    With ONNX Runtime, everything else that an actor reads is a constant of its graph. Changes are
-    looked for before rows are collected: in its attributes, those of its classes and of objects
-    that it holds, the globals and closures of its functions, and containers down to three levels.
-    After a change a new graph is made, and the log says so. A change of a file, an environment
-    variable, an import within a function, or a library's constant is not noticed. Values that
-    change belong in a buffer.
+    With ONNX Runtime, the actor is exported as a graph. Parameters and buffers are inputs of the
+    graph; all other values that the actor reads are constants in it. Before rows are collected, the
+    engine looks for changes of such values: in the attributes of the actor, of its classes and of
+    objects that it holds, in the globals and closures of its functions, and in containers down to
+    three levels. After a change it exports the actor again, and the log says so. It does not notice
+    a change of a file, an environment variable, an import within a function, or a library's
+    constant. A value that changes belongs in a buffer.
 
     Raises:
         TypeError: at class creation, if `forward`, `step` or `reset` do not have the expected
@@ -259,8 +273,8 @@ class Actor(torch.nn.Module):
         for method, (positional, keywords) in cls._contract.items():
             is_written_here = method in cls.__dict__
 
-            # With `draw_noise`, `forward` takes noise. A class that adds `draw_noise` may inherit a
-            # `forward` that does not.
+            # An actor with `draw_noise` needs a `forward` that accepts noise. So a class that adds
+            # `draw_noise` has its `forward` checked, even if it inherits this method.
             if method == "forward" and hasattr(cls, "draw_noise"):
                 keywords = (*keywords, "noise")
                 is_written_here = is_written_here or "draw_noise" in cls.__dict__
@@ -280,12 +294,14 @@ class Actor(torch.nn.Module):
         virtual: bool,
         noise: Any = None,
     ) -> tuple:
-        """`(act, hx, info)` for the states `[T, B, ...]`. `Actor` explains arguments and results.
+        """Return `(act, hx, info)` for the states `[T, B, ...]`.
+
+        `Actor` explains arguments and results.
 
         Raises:
             TypeError: there is `noise`, but the actor has no `draw_noise`.
         """
-        # The last action and reward of another episode are none of this actor's past.
+        # At the start of an episode there is no previous action and no reward.
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
 
@@ -303,25 +319,19 @@ class Actor(torch.nn.Module):
             )
         if noise is not None:
             raise TypeError(f"{type(self).__name__} has no draw_noise and takes no noise")
-        return self(
-            obs,
-            act,
-            rew,
-            fin,
-            hx=hx,
-            stepno=stepno,
-            virtual=virtual,
-        )
+        return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
 
     def reset(self, hx: Any, at: Any) -> Any:
-        """A new recurrent state in which the environments `at` are in their initial state.
+        """Return a new recurrent state in which the environments `at` begin again, with zeros.
 
-        That is zero at index `at` of dim 1. `at` is an int, a list of ints, a slice, or a bool mask
-        `[B]`. `()` and `None` are returned unchanged.
+        Args:
+            hx: recurrent state, with the environments on dim 1; `()` and `None` are returned
+                unchanged
+            at: the environments: an int, a list of ints, a slice, or a bool mask `[B]`
         """
 
         def zeroed(x):
-            # ONNX knows no assignment to a mask.
+            # A mask is filled in, because ONNX has no assignment to the places of a mask.
             if isinstance(at, Tensor) and at.dtype == torch.bool:
                 ones = (1,) * (x.ndim - 2)
                 return x.masked_fill(at.to(x.device).view(-1, *ones), 0)
@@ -349,27 +359,27 @@ class Actor(torch.nn.Module):
         episode_start: Any = False,
         reward: Any = None,
     ) -> tuple:
-        """The action for an observation, in evaluation mode and without gradients.
+        """Choose the action for an observation, in evaluation mode and without gradients.
 
         It works like `predict` of Stable-Baselines3. For actors without `draw_noise`,
         `deterministic` makes no difference.
 
         Args:
-            obs: observation of one environment, or of `n` [n, ...], as gymnasium returns it;
-                entries that the actor does not see may be missing
+            obs: observation of one environment, or of `n` environments [n, ...], as gymnasium
+                returns it; entries that the actor does not see may be missing
             state: state that the previous call returned; None: new episodes begin
             deterministic: no noise, the most likely action
             episode_start: bool, or bools [n]: where a new episode begins; `state` is ignored there
-            reward: reward of the previous step [n]; only for actors that use it
+            reward: reward of the previous step [n]; only actors that read it need it
 
         Returns:
             tuple: (action, state): the action as `env.step` takes it, clipped to its bounds, and
                 the state for the next call
 
         Raises:
-            ActorError: the actor has no spaces, or it uses the last reward, which is missing.
-            DataError: the observation does not fit its space, its mask allows no action, or `state`
-                or `reward` does not fit the observation; names the leaf.
+            ActorError: the actor has no spaces, or it reads the last reward, which is missing.
+            DataError: the observation does not fit its space, the mask in it allows no action, or
+                `state` or `reward` does not fit the observation. The message names the leaf.
             EnvError: an integer of the observation does not fit into the dtype of its space.
 
         Example:
@@ -390,32 +400,21 @@ class Actor(torch.nn.Module):
         batch, is_single = _as_batch(self.seen_part(obs), self.seen_space)
         n = len(nested.leaves(batch)[0])
         if self.action_mask is not None:
-            stuck = self.action_mask.find(batch)
-            if stuck is not None:
-                raise no_action(DataError, *stuck)
+            without_action = self.action_mask.find(batch)
+            if without_action is not None:
+                raise no_action(DataError, *without_action)
 
-        # One step, as a pipe that collects takes it
-        inputs, hx = self._step_inputs(
-            batch,
-            n,
-            state,
-            episode_start,
-            reward,
-        )
+        # One step, in the way in which a pipe that collects calls the actor
+        inputs, hx = self._step_inputs(batch, n, state, episode_start, reward)
         with EvalMode(self):
             noise = {}
             if hasattr(self, "draw_noise"):
                 noise["noise"] = None if deterministic else self.draw_noise((1, n))
-            act, hx, _ = self.step(
-                *inputs,
-                hx=hx,
-                virtual=False,
-                **noise,
-            )
+            act, hx, _ = self.step(*inputs, hx=hx, virtual=False, **noise)
         stepno = inputs[0]
         next_state = ActingState(stepno.cpu(), nested.map(Tensor.cpu, act), hx)
 
-        # The action as gymnasium takes it
+        # The action in the form that gymnasium expects
         arrays = nested.map(lambda x: x[0].cpu().numpy(), act)
         arrays = in_containers(arrays, space_spec(self.action_space, "act"))
         if is_single:
@@ -423,13 +422,16 @@ class Actor(torch.nn.Module):
         return action_batch(self.action_space)(arrays), next_state
 
     def _step_inputs(self, batch, n, state, episode_start, reward):
-        "The arguments of `step` on the actor's device, and the recurrent state."
+        "Return the positional arguments of `step` on the actor's device, and the recurrent state."
         start = _as_flags(episode_start, n) | (state is None)
 
         # Before the first step the last action is zero, and the actor remembers nothing.
         if state is None:
-            no_act = nested.map(torch.from_numpy, space_spec(self.action_space, "act"))
-            no_act = nested.map(lambda x: nested.as_seen(x).new_zeros(1, n, *x.shape), no_act)
+
+            def zeros(x):
+                return nested.as_seen(torch.from_numpy(x)).new_zeros(1, n, *x.shape)
+
+            no_act = nested.map(zeros, space_spec(self.action_space, "act"))
             state = ActingState(torch.zeros(1, n, dtype=torch.int64), no_act, None)
         _check_state(state, n)
 
@@ -449,8 +451,8 @@ class Actor(torch.nn.Module):
         return self.to_own_device(inputs), hx
 
     def to_own_device(self, x: Any) -> Any:
-        "The nested tensors `x`, moved to the device of the parameters."
-        # Without parameters an actor computes where its inputs are.
+        "Move the nested tensors `x` to the device of the parameters."
+        # An actor without parameters computes on the device of its inputs.
         weight = next(self.parameters(), None)
         if weight is None or weight.device.type == "cpu":
             return x

@@ -29,10 +29,7 @@ __all__ = ['noise_device', 'Categorical', 'GaussianParams', 'Gaussian', 'MultiCa
 
 # %% ../../nbs/layers/02_heads.ipynb #79102e6a
 def noise_device(generator: Generator | None) -> torch.device | None:
-    """The device on which noise is drawn: that of the generator.
-
-    Without a generator it is None, torch's default.
-    """
+    "The device of the generator, on which noise is drawn; None, torch's default, without one."
     return None if generator is None else generator.device
 
 
@@ -69,22 +66,22 @@ class Categorical:
         """
         x = torch.empty(*lead, self.n, device=noise_device(generator))
         x.exponential_(generator=generator)
-        # A zero would become +inf, and +inf - inf is nan.
+        # A zero would become noise of +inf, whose sum with a logit of -inf is nan.
         x.clamp_(min=torch.finfo(x.dtype).tiny)
         return x.log_().neg_()
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
-        "The actions that the noise decides."
+        "Draw actions `[*lead]`; the noise decides which."
         return self.mode(params + noise)
 
     def mode(self, params: Tensor) -> Tensor:
-        "The most likely actions."
+        "The most likely actions `[*lead]`."
         act = params.argmax(-1)
         return act + self.start if self.start else act
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
         "Log-probabilities of actions, `[*lead]`."
-        # The number of each action, counted from 0
+        # The index of each action among the logits
         if act.dtype is not torch.int64:
             act = act.long()
         if self.start:
@@ -98,19 +95,22 @@ class Categorical:
         return -(logp.exp() * _finite(logp)).sum(-1)
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
-        "KL(p || q) `[*lead]` [nat], for the parameters of two distributions."
+        "KL(p || q) `[*lead]` [nat]; `p` and `q` are the parameters of two distributions."
         logp = p.log_softmax(-1)
         logq = q.log_softmax(-1)
         return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
-        "The Fisher information times a tangent; all three have the form of the parameters."
+        """The Fisher information matrix times a tangent.
+
+        The tangent and the result have the shape of the parameters.
+        """
         p = params.softmax(-1)
         return p * (tangent - (p * tangent).sum(-1, keepdim=True))
 
 
 def _finite(logp):
-    "`logp` with -inf replaced by the smallest finite number, because 0 * -inf is nan."
+    "Replace -inf in `logp` by the smallest finite number, because 0 * -inf is nan."
     return logp.clamp(min=torch.finfo(logp.dtype).min)
 
 # %% ../../nbs/layers/02_heads.ipynb #91de8c7b
@@ -128,10 +128,11 @@ def _sum_over(x, shape):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Independent normal components; sums run over `shape`.
+    """A normal distribution with independent components.
 
-    The parameters are `GaussianParams`, actions are float32 `[*lead, *shape]`. The methods mean
-    what those of `Categorical` do.
+    The parameters are `GaussianParams`, actions are float32 `[*lead, *shape]`. The methods are
+    those of `Categorical`. Log-probabilities, entropies and divergences are sums over the
+    components of an action.
 
     Args:
         shape: shape of one action
@@ -148,8 +149,9 @@ class Gaussian:
     _log_norm: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        # Fields of a frozen dataclass are set like this.
         log_norm = 0.5 * math.log(2 * math.pi) * prod(self.shape)
+
+        # A frozen dataclass forbids plain assignments.
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "_log_norm", log_norm)
 
@@ -194,15 +196,16 @@ class Gaussian:
 # %% ../../nbs/layers/02_heads.ipynb #12ba4932
 @dataclass(frozen=True)
 class MultiCategorical:
-    """Independent integers; the k-th is one of the `n[k]` values that begin with `start[k]`.
+    """Independent integers; the k-th has one of `n[k]` values, of which the first is `start[k]`.
 
-    The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64
-    `[*lead, *shape]`, where `shape` has `len(n)` elements. Sums run over `shape`.
+    The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64 `[*lead,
+    *shape]`, arrays of `len(n)` integers. The methods are those of `Categorical`.
+    Log-probabilities, entropies and divergences are sums over these integers.
 
     Args:
         n: number of values of each integer
         start: first value of each integer; `()`: all 0
-        shape: a tuple; None: `(len(n),)`
+        shape: shape of one action; None: `(len(n),)`
     """
 
     n: tuple
@@ -234,7 +237,7 @@ class MultiCategorical:
         return act if len(self.shape) == 1 else act.unflatten(-1, self.shape)
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
-        # The numbers as `[*lead, len(n)]`, each counted from 0
+        # The integers as `[*lead, len(n)]`, each counted from 0
         act = act.flatten(act.ndim - len(self.shape)).long()
         if self.start:
             act = act - act.new_tensor(self.start)
@@ -248,15 +251,19 @@ class MultiCategorical:
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
         rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.0)).unbind(-2)
-        # Without the padding
+        # The rows are concatenated again, without their padding.
         return torch.cat([row[..., :n] for row, n in zip(rows, self.n)], -1)
 
     @property
     def _row(self):
+        "The distribution of one padded row of `_rows`."
         return Categorical(max(self.n))
 
     def _rows(self, x, fill=-torch.inf):
-        "Split `[*lead, sum(n)]` into one row per number, padded to `[*lead, len(n), max(n)]`."
+        """Split `[*lead, sum(n)]` into one row for each integer, `[*lead, len(n), max(n)]`.
+
+        Shorter rows are padded with `fill`.
+        """
         # Rows of one length need no padding.
         longest = max(self.n)
         if min(self.n) == longest:
@@ -267,10 +274,11 @@ class MultiCategorical:
 # %% ../../nbs/layers/02_heads.ipynb #e2e65bfc
 @dataclass(frozen=True)
 class Bernoulli:
-    """Independent switches that are on (1) or off (0); sums run over `shape`.
+    """Independent switches that are on (1) or off (0).
 
-    The parameters are the finite logits of being on, `[*lead, *shape]`; actions are int64 of the
-    same shape.
+    The parameters are the finite logits of being on, `[*lead, *shape]`. Actions are int64 `[*lead,
+    *shape]`. The methods are those of `Categorical`. Log-probabilities, entropies and divergences
+    are sums over the switches of an action.
 
     Args:
         shape: shape of one action
@@ -318,9 +326,12 @@ class Bernoulli:
 
 # %% ../../nbs/layers/02_heads.ipynb #48c017ee
 def map_parts(fn: Callable, parts: Any, *trees: Any) -> Any:
-    """`fn(part, *items)` for each item of the dict, list or tuple `parts`, one level deep.
+    """Call `fn(part, *items)` for each item of `parts`; the results have the same container.
 
-    `items` are the corresponding items of `trees`.
+    Args:
+        fn: function of a part and the corresponding items of the `trees`
+        parts: dict, list or tuple, of which only the first level is taken apart
+        *trees: containers with the keys or indices of `parts`
     """
     is_dict = isinstance(parts, dict)
     results = {}
@@ -356,11 +367,11 @@ class Joint:
         return hash(repr(self))
 
     def _each(self, method, *trees):
-        "What `method` of each part returns, in the containers of the parts."
+        "Call the method with this name of each part; the results have the container of the parts."
         return map_parts(lambda part, *args: getattr(part, method)(*args), self.parts, *trees)
 
     def _total(self, method, *trees) -> Any:
-        "The sum over the parts of what `method` of each returns."
+        "Call the method with this name of each part, and add up the results."
         results = self._each(method, *trees)
         return sum(results.values() if isinstance(results, dict) else results)
 
@@ -391,7 +402,13 @@ class Joint:
 
 # %% ../../nbs/layers/02_heads.ipynb #b7790219
 class LogitsHead(FastModule):
-    "Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`."
+    """Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`.
+
+    Args:
+        n_in: number of features
+        dist: distribution of the actions
+        shape: shape of its parameters
+    """
 
     def __init__(
         self,
@@ -413,9 +430,10 @@ def center_and_half_range(
     low: Any = None,
     high: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Float32 tensors of `shape`: the middle and half the width of `[low, high]`.
+    """Compute the middle and half the width of `[low, high]`, two float32 tensors of `shape`.
 
-    Without two finite bounds: its number nearest to 0, and 1.
+    A component without two finite bounds gets the number in `[low, high]` that is nearest to 0 as
+    its middle, and 1 as half its width.
 
     Args:
         shape: shape of the result
@@ -429,7 +447,7 @@ def center_and_half_range(
     low = torch.as_tensor(low, dtype=torch.float32).expand(shape)
     high = torch.as_tensor(high, dtype=torch.float32).expand(shape)
 
-    # The difference of the largest floats overflows, so they count as no bounds.
+    # Bounds whose difference overflows count as infinite.
     is_bounded = torch.isfinite(high - low) & (high > low)
     nearest_to_0 = torch.zeros(shape).clamp(low, high)
     center = torch.where(is_bounded, low / 2 + high / 2, nearest_to_0)
@@ -460,9 +478,14 @@ class ClampedStd(FastModule):
 
 # %% ../../nbs/layers/02_heads.ipynb #b4f36744
 def check_std(std: str, log_std: float = 0.0) -> None:
-    """Raise `DataError` for an unknown kind of standard deviation.
+    """Check the options of a standard deviation.
 
-    Its log must be a finite number.
+    Args:
+        std: 'free', 'fixed' or 'state', see `GaussianHead`
+        log_std: log of the standard deviation
+
+    Raises:
+        DataError: an unknown `std`, or a `log_std` that is no finite number.
     """
     if not is_between(log_std, -float_info.max, float_info.max):
         raise DataError(
@@ -482,8 +505,8 @@ class GaussianHead(FastModule):
         shape: shape of one action
         low: lower bounds, a number or an array of `shape`; None or -inf: unbounded
         high: upper bounds, a number or an array of `shape`; None or inf: unbounded
-        log_std: log of the initial (or fixed) standard deviation; 0 means half the range; not for
-            'state'
+        log_std: log of the initial (or fixed) standard deviation in units of half the range, so 0
+            means half the range; not used if `std` is 'state'
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by
             `ClampedStd`)
 
@@ -530,7 +553,7 @@ class GaussianHead(FastModule):
         if self.is_scaled:
             mean = torch.addcmul(buffers["center"], buffers["half_range"], mean)
 
-        # The standard deviation is the same in all states, or computed from the features.
+        # The standard deviation, which is the same in all states or depends on the features
         if "std" not in modules:
             return GaussianParams(mean, self.log_std.expand_as(mean))
         std = shaped(modules["std"](x), self.dist.shape) * buffers["half_range"]
@@ -538,14 +561,18 @@ class GaussianHead(FastModule):
 
 # %% ../../nbs/layers/02_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
-    """Heads in a dict, list or tuple, which see the same features `[..., n_in]`.
+    """Heads for the parts of a nested action, which all see the same features `[..., n_in]`.
 
-    Returns their parameters in the same container; `dist` is a `Joint`.
+    `forward` returns the parameters of all heads in the container of the heads. `dist` is a
+    `Joint`.
+
+    Args:
+        heads: heads in a dict, list or tuple
     """
 
     def __init__(self, heads: Any):
         super().__init__()
-        # The heads as a list, and the container with the place of each head in the list
+        # The heads as a list, and in their container the index of each head in this list
         places = range(len(heads))
         if isinstance(heads, dict):
             self.heads = nn.ModuleList(heads.values())
@@ -561,6 +588,7 @@ class JointHead(nn.Module):
 
 # %% ../../nbs/layers/02_heads.ipynb #8b6eb16b
 def is_box_of_floats(space: gym.Space) -> TypeGuard[gym.spaces.Box]:
+    "Whether the space is a Box whose numbers are floats."
     return isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
 
 
@@ -572,7 +600,7 @@ def items_of(space: Any) -> Iterable:
 
 
 def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
-    "The error for an action space that does not fit the `owner`."
+    "Make the error for an action space that `owner`, the name of a class, does not support."
     return SpaceError(
         f"{owner}: unsupported action space",
         leaf="action_space",
@@ -587,7 +615,7 @@ def head_for(
     name: str = "action_space",
     **gaussian: Any,
 ) -> nn.Module:
-    """The head for an action space.
+    """Make the head for an action space.
 
     The space is Discrete, MultiDiscrete, MultiBinary, a Box of floats of any shape, or a Dict or
     Tuple of them.
@@ -596,7 +624,7 @@ def head_for(
         space: action space
         n_in: number of features
         name: what error messages call the space
-        **gaussian: `std` and `log_std` of every `GaussianHead`
+        **gaussian: `std` and `log_std`, for every `GaussianHead`
 
     Raises:
         SpaceError: names the part of the space that is not supported.
@@ -629,13 +657,7 @@ def head_for(
     if isinstance(space, gym.spaces.MultiBinary):
         return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
     if is_box_of_floats(space):
-        return GaussianHead(
-            n_in,
-            space.shape,
-            space.low,
-            space.high,
-            **gaussian,
-        )
+        return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
     raise SpaceError(
         "unsupported action space",
         leaf=name,

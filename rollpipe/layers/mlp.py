@@ -27,13 +27,13 @@ __all__ = ['ACTIVATIONS', 'NETWORKS', 'check_parameters', 'check_sizes', 'orthog
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
     """Raise `DataError` if there is no memory for the parameters of a network.
 
-    Each parameter needs four float32 numbers: itself, its gradient and the two averages of Adam.
-    Drawing orthogonal weights needs as many.
+    Training needs four float32 numbers for each parameter: itself, its gradient and the two
+    averages of Adam. Drawing orthogonal weights needs as much memory.
 
     Args:
         n: number of parameters
         pipe: the object that has the parameters, for the message
-        **sizes: name -> size that determines the number of parameters, such as `hidden`
+        **sizes: name -> size on which the number of parameters depends, for the message
     """
     described = ", ".join(f"{name}={x}" for name, x in sizes.items())
     check_memory(f"{described} with {n:,} parameters", 16 * n, pipe=pipe)
@@ -45,15 +45,16 @@ def check_sizes(
     n_out: int | None = None,
     **more: int,
 ) -> None:
-    """Raise `DataError` unless a perceptron can have these sizes.
-
-    The hidden layers need integer sizes >= 1, and there must be memory for the weights.
+    """Check the sizes of a perceptron.
 
     Args:
         n_in: number of inputs
         hidden: sizes of the hidden layers
         n_out: number of outputs; None: no output layer
         **more: `k`: number of perceptrons, if there are several
+
+    Raises:
+        DataError: `hidden` is no list of integers >= 1, or there is no memory for the weights.
     """
     if not isinstance(hidden, Iterable):
         raise DataError(
@@ -78,10 +79,10 @@ def check_sizes(
 
 # %% ../../nbs/layers/01_mlp.ipynb #c3f52c22
 def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
-    """Draw an orthogonal matrix times `gain` into `weight`, which is returned.
+    """Fill `weight` with a random orthogonal matrix times `gain`, and return `weight`.
 
-    The matrix is that of `torch.nn.init.orthogonal_`. Its last bits depend on the number of
-    threads, which is one unless the user has chosen another (`few_threads`).
+    This is `torch.nn.init.orthogonal_` with one thread, because its last bits depend on the number
+    of threads. A number of threads that the user has chosen stays (`few_threads`).
     """
     with few_threads():
         return nn.init.orthogonal_(weight, gain)
@@ -92,15 +93,11 @@ def orthogonal_linear(
     n_out: int,
     gain: float = 1.0,
 ) -> nn.Linear:
-    """A linear layer with orthogonal weights times `gain`, and zero bias.
+    """Make a linear layer with orthogonal weights times `gain`, and zero bias.
 
     Source: Saxe et al. 2013, https://arxiv.org/abs/1312.6120
     """
-    check_parameters(
-        (n_in + 1) * n_out,
-        n_in=n_in,
-        n_out=n_out,
-    )
+    check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
     layer = nn.Linear(n_in, n_out)
     orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -108,18 +105,18 @@ def orthogonal_linear(
 
 # %% ../../nbs/layers/01_mlp.ipynb #00af168d
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`layer(x)` for features `[..., n_in]`.
+    """Compute `layer(x)` for features `[..., n_in]`.
 
-    A plain layer is computed without the cost of a module call, and without its hooks.
+    A plain `nn.Linear` is computed without a module call, which saves time and skips its hooks.
     """
     parameters: dict[str, Any] = layer._parameters
     if type(layer) is not nn.Linear or "weight" not in parameters:
-        return layer(x)  # replaced, or pruned, or with another norm
+        return layer(x)  # another module, or a weight that is computed (pruning, weight norm)
     return F.linear(x, parameters["weight"], parameters["bias"])
 
 
 def shaped(x: Tensor, shape: tuple) -> Tensor:
-    "`x` `[..., n]` as `[..., *shape]`, where `n` is the product of `shape`."
+    "Reshape `x` from `[..., n]` to `[..., *shape]`, where `n` is the product of `shape`."
     if len(shape) == 1:
         return x
     return x.unflatten(-1, shape) if shape else x.squeeze(-1)
@@ -137,7 +134,7 @@ ACTIVATIONS = dict(
 
 
 def activation_for(activation: str | Callable) -> nn.Module:
-    """A new activation module.
+    """Make a new activation module.
 
     Args:
         activation: a name in `ACTIVATIONS`, or a module class that is called without arguments
@@ -158,16 +155,17 @@ def activation_for(activation: str | Callable) -> nn.Module:
 
 # %% ../../nbs/layers/01_mlp.ipynb #2607e6df
 class FastModule(nn.Module):
-    """A module whose `forward` reads the dicts of its parts.
+    """Base of modules whose `forward` reads `self._modules` and `self._buffers`.
 
-    Access to the attributes of a module is slow.
+    Access to a submodule or a buffer as an attribute is slower, because torch looks it up in these
+    dicts by `__getattr__`.
     """
 
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
     def set_buffers(self, **values: Tensor) -> None:
-        "Copy each value into the buffer of this name."
+        "Copy each value into the buffer with its name."
         for name, value in values.items():
             self._buffers[name].copy_(value)
 
@@ -186,7 +184,8 @@ class MLP(FastModule):
         gain: gain of the output layer's initial weights, if there is an output layer
 
     Raises:
-        DataError: a size that is no integer >= 1, an unknown activation, or no memory for this.
+        DataError: a size is no integer >= 1, the activation is unknown, or there is not enough
+            memory for the weights.
 
     Example:
         >>> import torch
@@ -222,8 +221,8 @@ class MLP(FastModule):
         activation = modules["activation"].forward
         last = modules["last"]
 
-        # Rows as a matrix: with more dimensions, every layer would make two views, which also cost
-        # time in the backward pass.
+        # The rows form a matrix. With more dimensions, every layer would make two views, which also
+        # cost time in the backward pass.
         lead = None
         if torch.is_grad_enabled() and x.ndim > 2:
             lead = x.shape[:-1]
@@ -237,7 +236,7 @@ class MLP(FastModule):
 
 # %% ../../nbs/layers/01_mlp.ipynb #86609e20
 class ResidualBlock(FastModule):
-    """`x + MLP(LayerNorm(x))` for features `[..., n]`, with a hidden layer of `4 n`.
+    """`x + MLP(LayerNorm(x))` for features `[..., n]`; the hidden layer has the size `4 n`.
 
     Args:
         n: number of features
@@ -265,7 +264,8 @@ class SimBa(FastModule):
     Maps float32 `[..., n_in]` to float32 `[..., n_out]`.
 
     Source: Lee et al. 2024, *SimBa: Simplicity bias for scaling up parameters in deep reinforcement
-    learning*, https://arxiv.org/abs/2410.09754. Its inputs are normalised by running moments.
+    learning*, https://arxiv.org/abs/2410.09754. There the inputs are normalised by their running
+    moments, which is the task of `RunningNorm` here.
 
     Args:
         n_in: size of the last input dimension
@@ -276,7 +276,8 @@ class SimBa(FastModule):
         gain: gain of the output layer's initial weights, if there is an output layer
 
     Raises:
-        DataError: no block, blocks of different widths, an unknown activation, or no memory.
+        DataError: there is no block, the blocks have different widths, the activation is unknown,
+            or there is not enough memory for the weights.
 
     Example:
         >>> import torch
@@ -305,6 +306,7 @@ class SimBa(FastModule):
                 got=repr(tuple(hidden)),
             )
         width = hidden[0]
+        # Each block has two matrices of `width` x `4 width`.
         check_parameters(8 * len(hidden) * width * width, hidden=tuple(hidden))
         self.first = orthogonal_linear(n_in, width)
         self.blocks = nn.ModuleList(ResidualBlock(width, activation) for _ in hidden)
@@ -326,14 +328,14 @@ NETWORKS = dict(mlp=MLP, simba=SimBa)
 
 
 def network_for(name: str, networks: dict[str, Any] = NETWORKS) -> Any:
-    """The class of a network.
+    """Return the class of the network with this name.
 
     Args:
         name: 'mlp' or 'simba'
-        networks: name -> class
+        networks: name -> class, for the classes among which the caller can choose
 
     Raises:
-        DataError: an unknown name, or a network that does not exist here.
+        DataError: `networks` has no such name.
     """
     if name not in networks:
         raise DataError(
@@ -353,9 +355,9 @@ def merge_moments(
     mean_b: float | Tensor,
     var_b: float | Tensor,
 ) -> tuple:
-    """Count, mean and (population) variance of the union of two sets `a` and `b`.
+    """Return count, mean and (population) variance of the union of two sets `a` and `b`.
 
-    All are numbers, or tensors of one shape. The result has their dtype.
+    The arguments are numbers, or tensors of the same shape. The results have their dtype.
 
     Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing
     sample variances.
@@ -373,9 +375,9 @@ def moments(
     event_ndim: int,
     valid: Tensor | None = None,
 ) -> tuple:
-    """Count (int), mean and variance (float64 `[*event]`) of samples.
+    """Return count (int), mean and variance (both float64 `[*event]`) of samples.
 
-    Mean and variance are meaningless if the count is 0.
+    Mean and variance have no meaning if the count is 0.
 
     Args:
         x: samples `[*lead, *event]`
@@ -396,38 +398,46 @@ def moments(
 
 
 def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
-    """The moments of the samples of all ranks.
+    """Merge the moments of the samples of all ranks.
 
     Without other ranks (see `ranks`), the given moments are returned.
+
+    Args:
+        count: number of samples of this rank
+        mean: their mean, float64 [*event]
+        var: their variance, float64 [*event]
     """
     if not ranks.active():
         return count, mean, var
 
     # The count is repeated for each number of a sample, so that one tensor holds all three.
     gathered = ranks.gathered(torch.stack([torch.full_like(mean, count), mean, var]))
-    of_ranks = [x for x in gathered if x[0].any()]
-    if not of_ranks:
+    with_samples = [x for x in gathered if x[0].any()]
+    if not with_samples:
         return count, mean, var
 
-    (counts, mean, var), *others = of_ranks
+    (counts, mean, var), *others = with_samples
     for other in others:
         counts, mean, var = merge_moments(counts, mean, var, *other)
     return int(counts.reshape(-1)[0]), mean, var
 
 # %% ../../nbs/layers/01_mlp.ipynb #3145cddf
 class RunningNorm(FastModule):
-    """`clip((x - mean) / sqrt(var + eps))`, with the running moments of all `x` given to `update`.
+    """Normalises by running moments: `clip((x - mean) / sqrt(var + eps))`.
 
-    Until the first update it is the identity. Maps `[*lead, *shape]` float32 to the same shape.
+    Maps float32 `[*lead, *shape]` to the same shape. The moments are those of all samples that
+    `update` got. Before the first update, the module is the identity.
+
     `count` is float64 `[]`; `mean`, `var` and the buffers derived from them are float32. So a mean
-    that is some thousand deviations away from 0 stops following the samples when `count` is large.
+    that is some thousand standard deviations away from 0 stops changing when `count` is large,
+    because a change by one more batch of samples is below the precision of float32.
 
     Args:
         shape: shape of one sample
         clip: largest magnitude of the result
         eps: added to the variance
-        only: bool `[*shape]`: the numbers that are normalised, while others stay as they are; None:
-            all
+        only: bool [*shape]: True for the numbers that are normalised, while all others stay as they
+            are; None: all numbers are normalised
 
     Example:
         >>> import torch
@@ -462,8 +472,8 @@ class RunningNorm(FastModule):
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
 
-        # What `forward` reads. They are buffers too, so that a process that receives the weights
-        # sees them change.
+        # The numbers that `forward` reads are buffers, too. So they change in every process that
+        # receives the weights.
         self.register_buffer("inv_std", torch.ones(shape))
         limits_shape = () if only is None else shape
         self.register_buffer("low", torch.full(limits_shape, -torch.inf))
@@ -480,9 +490,11 @@ class RunningNorm(FastModule):
         x: Tensor,
         valid: Tensor | None = None,
     ) -> None:
-        """Merge the samples `x` `[*lead, *shape]` into the moments.
+        """Merge samples into the moments.
 
-        Those where `valid` `[*lead]` is False are left out.
+        Args:
+            x: samples [*lead, *shape]
+            valid: bool [*lead]; samples where it is False are left out
         """
         n_new, new_mean, new_var = over_ranks(*moments(x, len(self.shape), valid))
         if not n_new:
@@ -491,7 +503,7 @@ class RunningNorm(FastModule):
             self.count, self.mean.double(), self.var.double(), n_new, new_mean, new_var
         )
 
-        # Numbers that stay as they are get the mean 0, the variance 1 and no limits.
+        # Numbers that are not normalised get the mean 0, the variance 1 and no limits.
         clip = torch.full_like(self.high, self.clip)
         if self.only is not None:
             only = self.only.to(mean.device)
@@ -513,7 +525,8 @@ class RunningNorm(FastModule):
 class PolicyAverage(nn.Module):
     """The exponential mean of the weights of a policy over its updates.
 
-    Its attribute `policy` is a copy with these weights, which acts and does not learn.
+    The attribute `policy` is a copy of the policy with the mean weights. The copy acts and does not
+    learn.
 
     Source: Polyak, Juditsky 1992, Acceleration of stochastic approximation by averaging.
 
@@ -532,19 +545,19 @@ class PolicyAverage(nn.Module):
 
     @torch.no_grad()
     def update(self, actor: nn.Module) -> None:
-        "Take in the weights of `actor` after one more update."
-        # The weight of the newest weights: first that of a plain mean, and then that of an
-        # exponential mean over about `n` updates.
+        "Add the weights of `actor` to the mean, after one more update."
+        # How much the newest weights count: at first as in a plain mean of all updates, and later
+        # as in an exponential mean over about `n` updates.
         self.count += 1
-        weight = max(1 / int(self.count), 2 / (self.n + 1))
+        fraction = max(1 / int(self.count), 2 / (self.n + 1))
         for average, newest in zip(self.policy.parameters(), actor.parameters()):
-            average.lerp_(newest, weight)
+            average.lerp_(newest, fraction)
 
-        # Buffers are the newest ones, except those that their module names in `averaged`.
+        # Buffers are copied. A module whose buffers have a mean names these in `averaged`.
         for module, newest in zip(self.policy.modules(), actor.modules()):
             for name, average in module.named_buffers(recurse=False):
                 if name in getattr(module, "averaged", ()):
-                    average.lerp_(newest.get_buffer(name), weight)
+                    average.lerp_(newest.get_buffer(name), fraction)
                 else:
                     average.copy_(newest.get_buffer(name))
         bump_version(self.policy, to=version_of(actor))
@@ -554,9 +567,12 @@ class PolicyAverage(nn.Module):
         state: dict | None,
         actor: nn.Module,
     ) -> None:
-        """Restore what `state_dict` returned for `actor`.
+        """Restore the mean from a state.
 
-        None begins the mean again, with the present weights of `actor`.
+        Args:
+            state: the result of `state_dict`; None: the mean begins again with the weights of
+                `actor`
+            actor: the policy that learns, as it was when `state` was taken
         """
         self.policy.load_state_dict(actor.state_dict())
         self.count.zero_()

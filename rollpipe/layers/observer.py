@@ -30,9 +30,9 @@ __all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'split_args', 'entries_of', 'exp
 # %% ../../nbs/layers/04_observer.ipynb #82d1879d
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """In this context torch's global generator starts from `seed`.
+    """Seed torch's global generator with `seed` within a `with` block.
 
-    Afterwards its state is restored. None changes nothing.
+    After the block, the generator has its former state again. With None, the block changes nothing.
     """
     if seed is None:
         yield
@@ -43,13 +43,13 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 # %% ../../nbs/layers/04_observer.ipynb #f762cf7e
 class ForSpaces:
-    """Mixin of networks that are made from spaces.
+    """Mixin of networks whose first arguments are spaces.
 
-    Their first arguments are `(observation_space, action_space, ...)`, or `(observation_space,
-    ...)` if `n_spaces` is 1.
+    The first arguments are `(observation_space, action_space, ...)`, or `(observation_space, ...)`
+    if `n_spaces` is 1.
     """
 
-    n_spaces = 2  # how many of the spaces the network is made from
+    n_spaces = 2  # number of spaces among the arguments of the class
 
     @classmethod
     def for_env(
@@ -60,12 +60,13 @@ class ForSpaces:
         seed: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The network for an environment.
+        """Make the network for an environment.
 
         Args:
             env: gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
             env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id
-            seed: seed of the initial parameters; torch's global generator keeps its state
+            seed: seed of the initial parameters, which leaves torch's global generator as it was;
+                None: torch's global generator draws them
             **kwargs: further arguments of the class: `hidden`, `normalize`, ...
 
         Raises:
@@ -90,10 +91,11 @@ def takes(
     *makers: Callable,
     **defaults: Any,
 ) -> Callable[[C], C]:
-    """Decorator of a class whose `__init__(self, ..., **more)` passes `more` on to the `makers`.
+    """Give a class the keyword-only parameters of other functions or classes, its *makers*.
 
-    The class also has their keyword-only parameters. Its signature shows them, its docstring
-    explains them, and all of them are in `more`.
+    This decorates a class whose `__init__(self, ..., **more)` passes `more` on to the makers. After
+    that, the signature of the class shows the parameters of the makers, its docstring explains
+    them, and `more` always has all of them, with their defaults where the caller gives no value.
 
     Args:
         *makers: functions or classes whose docstrings have an entry for each parameter
@@ -105,7 +107,7 @@ def takes(
         parameters = dict(signature_of(init).parameters)
         parameters = {k: p for k, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
 
-        # The parameters of the makers that the class does not have itself
+        # The parameters of the makers that `__init__` does not name itself
         added = {}
         for maker in makers:
             for name, p in signature_of(maker).parameters.items():
@@ -117,6 +119,7 @@ def takes(
 
         @wraps(init)
         def init_with_all(self, *args, **kwargs):
+            # Without this check, the error of an unknown argument would name a maker.
             for name in kwargs:
                 if name not in signature.parameters:
                     raise TypeError(
@@ -124,6 +127,7 @@ def takes(
                     )
             init(self, *args, **{**default_of, **kwargs})
 
+        # `inspect.signature` and `help` read this attribute.
         vars(init_with_all).update(__signature__=signature)
         cls.__init__ = init_with_all
         cls.__doc__ = explained(cls.__doc__, signature.parameters, makers)
@@ -137,14 +141,16 @@ _ENTRY = r"^ {4}(\w+): .+(?:\n {5,}\S.*)*"
 
 
 def split_args(doc: str) -> tuple[str, str, str]:
-    """The parts of a docstring: what is before the entries of its `Args:` section, the entries, and
-    what is behind them.
+    """Split a docstring at the entries of its `Args:` section.
+
+    Returns the text up to the first entry, the entries, and the text after them. A docstring
+    without the section gets an empty one.
 
     Args:
-        doc: cleaned by `inspect.cleandoc`; a section that it lacks is made, without entries
+        doc: docstring, cleaned by `inspect.cleandoc`
     """
     if "\nArgs:\n" not in doc:
-        # An empty section, before the sections that follow it
+        # The empty section stands before the sections that follow `Args:`.
         before, *behind = re.split(r"(?=\n\n(?:Raises|Example):\n)", doc, maxsplit=1)
         return before + "\n\nArgs:\n", "", "".join(behind)
     before, heading, rest = doc.partition("\nArgs:\n")
@@ -153,7 +159,7 @@ def split_args(doc: str) -> tuple[str, str, str]:
 
 
 def entries_of(doc: str | None) -> dict[str, str]:
-    "Parameter -> its entry in the `Args:` section of a docstring, with all its lines."
+    "Find the entries in the `Args:` section of a docstring: parameter -> all lines of its entry."
     _, entries, _ = split_args(inspect.cleandoc(doc or ""))
     return {entry[1]: entry[0] for entry in re.finditer(_ENTRY, entries, re.M)}
 
@@ -163,10 +169,11 @@ def explained(
     names: Iterable,
     makers: Iterable,
 ) -> str:
-    """The docstring with entries for all the `names`; those that it lacks are those of the makers.
+    """Add the entries that a docstring lacks, taken from the docstrings of the makers.
 
     Args:
-        names: parameters, in their order
+        doc: docstring with an `Args:` section, or without one
+        names: all parameters, in the order of the entries that are added
         makers: functions or classes; the last one that explains a parameter counts
     """
     entry_of = {}
@@ -182,8 +189,8 @@ def explained(
 class Torso(ForSpaces, FastModule):
     """Base of networks that see observations.
 
-    They do so through an encoder, a running normaliser `obs_norm` (None if there is none), and a
-    perceptron.
+    An encoder turns the observations into features. A running normaliser `obs_norm` scales the
+    features (None: they stay as they are), and a network reads them.
     """
 
     observation_space: Any
@@ -191,7 +198,7 @@ class Torso(ForSpaces, FastModule):
     obs_norm: RunningNorm | None
     trunk: Any  # the network behind the features
     action_mask: ActionMask | None = None
-    sees: tuple | None = None  # entries of the observations; None: all
+    sees: tuple | None = None  # entries of Dict observations that the network sees; None: all
 
     def make_torso(
         self,
@@ -207,17 +214,19 @@ class Torso(ForSpaces, FastModule):
         sees: tuple[str, ...] | None = None,
         network: str = "mlp",
     ) -> Any:
-        """Make the encoder and the normaliser; returns the network behind them.
+        """Make the encoder and the normaliser, and return the network that reads their features.
 
-        Actors keep it as `trunk`. The number of features of a module that `encoder` returns must be
-        known (`n_out_of`). If the module has an attribute `is_normalized` that is False, the
-        features are normalised; if it is a list, those are for which it is False.
+        Actors keep this network as `trunk`.
+
+        A module that the function `encoder` returns must tell the number of its features (see
+        `n_out_of`). Its attribute `is_normalized` says which features need no normaliser: a bool
+        for all features, or a list with one bool for each. Without the attribute, none needs one.
 
         Args:
             observation_space: see `encoder_for`
             n_more: number of inputs of the network besides the features of the observations
-            n_out: number of its outputs; None: it ends with the last hidden layer
-            networks: name -> class of the network
+            n_out: number of outputs of the network; None: it ends with the last hidden layer
+            networks: name -> class, for the values of `network`
             hidden: sizes of the hidden layers, or of the residual blocks of a simba
             normalize: normalise observations by their running mean and standard deviation
             activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
@@ -228,10 +237,10 @@ class Torso(ForSpaces, FastModule):
 
         Raises:
             SpaceError: there is no encoder for the space.
-            DataError: `encoder` is neither, `hidden` are no sizes, `sees` are no entries, or there
-                is no such network.
+            DataError: `encoder` is neither options nor a function, `hidden` are no sizes, `sees`
+                names no entry, or `network` is unknown.
         """
-        # A copy, because an environment draws from its own spaces
+        # The space is copied, because drawing from the environment's own space changes it.
         self.observation_space = copy.deepcopy(observation_space)
         if sees is not None:
             seen_space = _restricted(observation_space, sees)
@@ -242,9 +251,10 @@ class Torso(ForSpaces, FastModule):
         else:
             self.encoder = encoder_for(observation_space, **_checked_options(encoder))
 
-        # Learned features stay as they are: one that is constant has a variance of 0.
+        # Learned features are not normalised, because one that is constant has a variance of 0.
         n = n_out_of(self.encoder)
-        is_raw = ~torch.as_tensor(getattr(self.encoder, "is_normalized", True)).expand(n)
+        is_normalized = torch.as_tensor(getattr(self.encoder, "is_normalized", True))
+        is_raw = ~is_normalized.expand(n)
         norm = None
         if normalize and is_raw.any():
             norm = RunningNorm(n, only=None if is_raw.all() else is_raw)
@@ -260,7 +270,7 @@ class Torso(ForSpaces, FastModule):
         action_mask: str | None = None,
         **torso: Any,
     ) -> Any:
-        """As `make_torso`, for an actor whose actions may have a mask.
+        """Do the same as `make_torso`, for an actor whose actions may have a mask.
 
         The network does not see the mask.
 
@@ -281,34 +291,40 @@ class Torso(ForSpaces, FastModule):
         return trunk
 
     def masked(self, x: Any, obs: Any) -> Any:
-        """The logits or values `x` of actions, with -inf for those that are not allowed.
+        """Return logits or values of actions, with -inf where the action mask forbids the action.
 
-        They are `[*lead, n]`, nested as the actions are.
+        Args:
+            x: logits or values [*lead, n], nested as the actions are
+            obs: observations with the mask, [*lead, ...]
         """
         return x if self.action_mask is None else self.action_mask.masked(x, obs)
 
     @property
     def seen_space(self) -> Any:
-        "The space of what the network sees, with the mask of the actions."
+        "The space of the observations that `seen_part` returns."
         if self.sees is None:
             return self.observation_space
         return gym.spaces.Dict(self.seen_part(self.observation_space.spaces))
 
     def seen_part(self, obs: Any) -> Any:
-        "What the network sees of the observations, with the mask of the actions."
+        """Return the entries of the observations that the actor reads.
+
+        These are the entries that the network sees, and the action mask. Entries that are missing
+        are left out.
+        """
         if self.sees is None or not isinstance(obs, Mapping):
             return obs
         mask = [] if self.action_mask is None else [self.action_mask.name]
         return {key: obs[key] for key in (*self.sees, *mask) if key in obs}
 
     def _encoder_inputs(self, obs):
-        "What the encoder gets of the observations."
+        "Return the entries of the observations that the encoder reads, so without the action mask."
         if self.action_mask is not None:
             obs = self.action_mask.rest(obs)
         return obs if self.sees is None else {key: obs[key] for key in self.sees}
 
     def features(self, obs: Any) -> Tensor:
-        "Normalised features `[*lead, n]` of the observations `[*lead, ...]`."
+        "Compute the normalised features `[*lead, n]` of observations `[*lead, ...]`."
         modules = self._modules
         if self.action_mask is not None or self.sees is not None:
             obs = self._encoder_inputs(obs)
@@ -317,10 +333,7 @@ class Torso(ForSpaces, FastModule):
         return x if norm is None else norm.forward(x)
 
     def hidden_features(self, obs: Any) -> Tensor:
-        """The output `[*lead, n]` of the last hidden layer of `trunk`.
-
-        The observations are `[*lead, ...]`.
-        """
+        "Compute the output `[*lead, n]` of `trunk` for observations `[*lead, ...]`."
         return self._modules["trunk"].forward(self.features(obs))
 
     @torch.no_grad()
@@ -329,19 +342,21 @@ class Torso(ForSpaces, FastModule):
         obs: Any,
         valid: Tensor | None = None,
     ) -> None:
-        """Update the normaliser with observations `[*lead, ...]`; for learners.
+        """Update the normaliser; for learners.
 
-        Those where `valid` `[*lead]` is False are left out.
+        Args:
+            obs: observations, nested [*lead, ...]
+            valid: bool [*lead]; observations where it is False are left out
         """
         if self.obs_norm is not None:
             self.obs_norm.update(self.encoder(self._encoder_inputs(obs)), valid)
 
 
 def _restricted(space, sees):
-    """A Dict space with the entries `sees` alone, in the order of `space`.
+    """Make a Dict space that has only the entries `sees`, in the order of `space`.
 
     Raises:
-        DataError: the space has no such entry, or none is named.
+        DataError: `space` lacks one of the entries, or `sees` is empty.
     """
     parts = space.spaces if isinstance(space, gym.spaces.Dict) else {}
     names = [sees] if isinstance(sees, str) else list(sees)
@@ -357,7 +372,7 @@ def _restricted(space, sees):
 
 
 def _checked_options(encoder):
-    """The options for `encoder_for`.
+    """Return the argument `encoder` of `make_torso` as a dict of options for `encoder_for`.
 
     Raises:
         DataError: `encoder` is neither a dict of such options nor None.

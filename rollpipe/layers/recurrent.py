@@ -28,17 +28,17 @@ __all__ = ['Packing', 'pack_episodes', 'map_memory', 'cleared', 'scan', 'Recurre
 
 # %% ../../nbs/layers/07_recurrent.ipynb #026859d5
 class Packing(NamedTuple):
-    """Where the `T * B` rows of a fragment are in a packed sequence of pieces.
+    """The places of the `T * B` rows of a fragment in a packed sequence.
 
-    The longest piece comes first.
+    A *piece* is the part of an episode that lies in the fragment. The packed sequence has the first
+    rows of all pieces, then their second rows, and so on. Longer pieces come first. Row t of
+    environment b has the number `t * B + b`.
 
     Args:
-        order: int64 [T * B]: for each position in the packed sequence, the row t * B + b of the
-            fragment
-        position: int64 [T * B]: for each row t * B + b of the fragment, its position in the packed
-            sequence
-        sizes: int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory
-        first: int64 [B]: for each environment, the piece that its row 0 belongs to
+        order: int64 [T * B]: for each position in the packed sequence, the number of its row
+        position: int64 [T * B]: for each row, its position in the packed sequence
+        sizes: int64 [length of the longest piece]: how many pieces have a k-th row; in CPU memory
+        first: int64 [B]: for each environment, the number of the piece with its row 0
     """
 
     order: Tensor
@@ -48,16 +48,17 @@ class Packing(NamedTuple):
 
 
 def pack_episodes(fin: Tensor) -> Packing:
-    """Cut a fragment where an episode begins: `fin` `[T, B]` (bool) is True there.
+    """Cut a fragment into pieces, and pack them.
 
-    Row 0 always begins a piece.
+    Args:
+        fin: bool [T, B]: True where an episode begins; row 0 always begins a piece
     """
     T, B = fin.shape
     begins = fin.t().clone()
     begins[:, 0] = True
     begins = begins.flatten()
 
-    # For each row [B * T], environment by environment: its piece, and its place in the piece
+    # For each row [B * T], environment by environment: the number of its piece, and its step there
     piece = begins.cumsum(0) - 1
     first_row = begins.nonzero()[:, 0]
     step = torch.arange(B * T, device=fin.device) - first_row[piece]
@@ -68,8 +69,8 @@ def pack_episodes(fin: Tensor) -> Packing:
     new_number[by_length] = torch.arange(len(new_number), device=fin.device)
     piece = new_number[piece]
 
-    # The k-th rows of all pieces stand behind the earlier rows of all pieces, in the order of the
-    # pieces. `offset` is where they begin. Positions are put into the order of the fragment's rows.
+    # `offset[k]` is the position of the k-th row of piece 0, and the other pieces follow. Positions
+    # are computed environment by environment, and then put into the order of the fragment's rows.
     sizes = step.bincount()
     offset = sizes.cumsum(0) - sizes
     position = (offset[step] + piece).view(B, T).t().flatten()
@@ -79,22 +80,24 @@ def pack_episodes(fin: Tensor) -> Packing:
 
 # %% ../../nbs/layers/07_recurrent.ipynb #d36ff606
 def map_memory(fn: Callable, *memories: Any) -> Any:
-    "`fn` of tensors, or of the corresponding tensors of tuples."
+    "Call `fn` with tensors; or, if the memories are tuples, with their corresponding tensors."
     if isinstance(memories[0], Tensor):
         return fn(*memories)
     return tuple(map(fn, *memories))
 
 
 def cleared(hx: Any, fin: Tensor) -> Any:
-    """New memories with zeros in the environments where `fin` `[B]` is set.
+    """Return memories with zeros in the environments whose episode begins.
 
-    `hx` is a tensor or a tuple of tensors `[layers, B, ...]`.
+    Args:
+        hx: a tensor, or a tuple of tensors, [layers, B, n_out]
+        fin: bool [B]: True where an episode begins
     """
     return map_memory(lambda h: h.masked_fill(fin.view(-1, 1), 0), hx)
 
 
 def _output(h):
-    "The part of the memory that is also the output of the layer."
+    "Return the part of a layer's memory that is also its output: of an LSTM, `h` in `(h, c)`."
     return h if isinstance(h, Tensor) else h[0]
 
 # %% ../../nbs/layers/07_recurrent.ipynb #e7b406c4
@@ -105,20 +108,21 @@ def scan(
     h: Any,
     *weights: Tensor,
 ) -> Any:
-    """Apply a cell step by step; returns the memories `[N, n]` after each row.
+    """Apply a cell step by step, and return the memories `[N, n]` after each row.
 
-    When a step has fewer rows, the last memories are dropped.
+    If a step has fewer rows than the one before, the last memories are dropped.
 
     Args:
-        cell: cell(*gates, h, *weights) -> h for one step
-        gates: contributions of the input to the gates: tensors `[N, ...]`, the rows of all steps
+        cell: function for one step: cell(*gates, h, *weights) -> h
+        gates: contributions of the input to the gates, tensors [N, ...] with the rows of all steps
         sizes: number of rows of each step; it never increases
-        h: memories `[sizes[0], n]` before the first step
+        h: memories [sizes[0], n] before the first step
+        *weights: further arguments of `cell`
     """
     gates_of_steps = zip(*(g.split(sizes) for g in gates))
     memories = []
     for n, step_gates in zip(sizes, gates_of_steps):
-        # The shorter pieces, which come last, have ended.
+        # The pieces that have ended are the last ones, because longer pieces come first.
         if n < len(_output(h)):
             h = map_memory(lambda h, n=n: h[:n], h)
         h = cell(*step_gates, h, *weights)
@@ -129,14 +133,14 @@ def scan(
 class Recurrent(nn.Module):
     """Base of `GRU` and `LSTM`, whose memory is cleared where `fin` is set.
 
-    Maps `[T, B, n_in]` to `[T, B, n_out]` float32. `forward(x, fin=None, hx=None)` returns `(y,
-    hx)`: `y[t]` depends on `x[t]` and on the rows before it in the same episode, and on the given
-    `hx` if that episode began before row 0. Leaves of `hx` are `[layers, B, n_out]`. None stands
-    for zeros, `fin=None` for False everywhere.
+    `forward(x, fin=None, hx=None)` maps `x` `[T, B, n_in]` to `y` `[T, B, n_out]` float32, and
+    returns `(y, hx)`. `y[t]` depends on `x[t]` and on the rows before it in the same episode. If
+    that episode began before row 0, it also depends on the given `hx`. Leaves of `hx` are `[layers,
+    B, n_out]`. `hx=None` stands for zeros, `fin=None` for False everywhere.
 
-    The initial input weights are those of torch, the weights from memory to memory are orthogonal.
-    Biases are zero, except those of the gates that keep the memory: they are drawn so that the
-    memory fades within 1 to `span` steps ("chrono initialisation", Tallec, Ollivier 2018,
+    The weights from the input have torch's initial values, the weights from memory to memory are
+    orthogonal. Biases are zero, except those of the gates that keep the memory. These are drawn so
+    that the memory fades within 1 to `span` steps ("chrono initialisation", Tallec, Ollivier 2018,
     https://arxiv.org/abs/1804.11188). With zero biases these gates would be half open, the memory
     would be lost within a few steps, and nothing could be learned from it.
 
@@ -145,18 +149,20 @@ class Recurrent(nn.Module):
         n_out: size of the memory and of the output
         layers: number of recurrent layers
         span: number of steps for which the memory of an untrained network lasts
+
     Raises:
-        ValueError: a `span` below 2.
-        DataError: a size that is no integer >= 1, or no memory for the weights.
+        ValueError: `span` is less than 2.
+        DataError: a size is no integer >= 1, or this machine has not enough memory for the weights.
     """
 
-    module: type  # torch's module with the weights; subclasses define this and the attributes below
+    # Subclasses define all of these.
+    module: type  # torch's module with the weights
     n_gates: int = 1
-    init_gates: Callable
-    initial: Callable
-    one_step: Callable
-    split_gates: Callable
-    cell: Callable
+    init_gates: Callable  # init_gates(biases, keep): set initial biases
+    initial: Callable  # initial(zeros) -> memory at the start of an episode
+    one_step: Callable  # one_step(x, hx) -> (y, hx): one step of all layers
+    split_gates: Callable  # split_gates(x) -> the argument `gates` of `scan`
+    cell: Callable  # cell(*gates, h, w, b) -> h: one step of one layer
 
     def __init__(
         self,
@@ -169,7 +175,8 @@ class Recurrent(nn.Module):
         if not span >= 2:
             raise ValueError(f"Expected span >= 2, got {span!r}")
 
-        # Each layer maps its input and its memory to all gates, and adds two biases.
+        # Each layer maps its input and its memory to all gates, and adds two biases. The input of
+        # the upper layers has the size of a memory.
         n_gate_outputs = self.n_gates * check_integer("n_out", n_out, pipe=self)
         n_upper = check_integer("layers", layers, pipe=self) - 1
         per_output = n_in + n_out + 2 + n_upper * 2 * (n_out + 1)
@@ -179,7 +186,7 @@ class Recurrent(nn.Module):
         self.n_out = n_out
         self.layers = layers
 
-        # The initial weights
+        # The initial weights from memory to memory, and biases
         with torch.no_grad():
             for _, w, b_ih, b_hh in self.weights():
                 for gate in w.split(n_out):
@@ -203,32 +210,40 @@ class Recurrent(nn.Module):
         elif fin is not None:
             hx = cleared(hx, fin[0])
 
-        # One row, or the pieces between the beginnings of episodes
+        # A single row needs one step. Rows in which episodes begin are cut into pieces.
         if T == 1:
             y, hx = self.one_step(x[0], hx)
             return y.unsqueeze(0), hx
         if fin is not None and fin[1:].any():
             return self._packed(x, pack_episodes(fin), hx)
 
-        # cuDNN has no second derivatives, which the Fisher-vector product needs.
+        # Without such rows, torch's own loop is used. On a GPU, gradients need the loop without
+        # cuDNN, which has no second derivatives for the Fisher-vector product.
         if x.is_cuda and torch.is_grad_enabled():
             with torch.backends.cudnn.flags(enabled=False):
                 return self.rnn(x, hx)
         return self.rnn(x, hx)
 
     def weights(self) -> list:
-        """The weights of each layer.
+        """Return the weights of each layer: `[w_ih, w_hh, b_ih, b_hh]`.
 
-        They have the order in which torch's functions for a single cell take them.
+        This is the order of the arguments of `torch.gru_cell` and `torch.lstm_cell`.
         """
         parameters = self.rnn._parameters
         return [[parameters[name] for name in names] for names in self.rnn._all_weights]
 
     def _packed(self, x, pieces, hx):
+        """Process all pieces in parallel; returns as `forward` does.
+
+        Args:
+            x: features [T, B, n_in]
+            pieces: the `Packing` of the rows
+            hx: memories before row 0
+        """
         T, B = x.shape[:2]
         sizes = pieces.sizes.tolist()
 
-        # The given memories go to the pieces that hold row 0, the other pieces begin with zeros.
+        # The pieces with row 0 begin with the given memories, all others with zeros.
         def by_piece(h):
             zeros = h.new_zeros(h.shape[0], sizes[0], h.shape[2])
             return zeros.index_copy(1, pieces.first, h)
@@ -236,20 +251,14 @@ class Recurrent(nn.Module):
         start = map_memory(by_piece, hx)
         last = pieces.position[-B:]  # positions of the last row of each environment
 
-        # Layer by layer, the output `[T * B, n]` and the memories after the last row
+        # Layer by layer: `y` is the output `[T * B, n]` of all packed rows. `memories` gets the
+        # memory of each environment after its last row.
         y = x.flatten(0, 1)[pieces.order]
         memories = []
         for i, (w_ih, w_hh, b_ih, b_hh) in enumerate(self.weights()):
             gates = self.split_gates(nn.functional.linear(y, w_ih, b_ih))
             begin = map_memory(lambda h, i=i: h[i], start)
-            h = scan(
-                self.cell,
-                gates,
-                sizes,
-                begin,
-                w_hh.t(),
-                b_hh,
-            )
+            h = scan(self.cell, gates, sizes, begin, w_hh.t(), b_hh)
             y = _output(h)
             memories.append(map_memory(lambda h: h[last], h))
         hx = map_memory(lambda *hs: torch.stack(hs), *memories)
@@ -275,9 +284,9 @@ class GRU(Recurrent):
     n_gates = 3
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
-        """Set the bias of the gate that keeps the memory to `keep`.
+        """Set the biases of the gate that keeps the memory, the update gate, to `keep` `[n_out]`.
 
-        The gates are [reset, update, new].
+        `biases` are those of the gates [reset, update, new].
         """
         biases[1].copy_(keep)
 
@@ -325,9 +334,9 @@ class LSTM(Recurrent):
     n_gates = 4
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
-        """Set the biases of the gates that keep the memory to `keep`.
+        """Set the biases of the forget gate to `keep` `[n_out]`, of the input gate to `-keep`.
 
-        The gates are [input, forget, new, output].
+        `biases` are those of the gates [input, forget, new, output].
         """
         biases[0].copy_(-keep)
         biases[1].copy_(keep)
@@ -375,14 +384,14 @@ class RecurrentTorso(Torso):
         past: bool = False,
         **torso: Any,
     ) -> None:
-        """Make all modules.
+        """Make all layers up to the memory.
 
         Args:
             memory: size of the memory
             cell: 'gru' or 'lstm'
             layers: number of recurrent layers
             span: number of steps for which the memory of an untrained network lasts
-            past: the network also sees the previous action and its reward
+            past: show the network also the previous action and its reward
             **torso: see `Torso.make_masked_torso`; the hidden layers are those before the memory
 
         Raises:
@@ -393,7 +402,7 @@ class RecurrentTorso(Torso):
             known = " or ".join(map(repr, self.cells))
             raise ValueError(f"Expected cell {known}, got {cell!r}")
 
-        # Besides the observation the network may see the last action, and a number for its reward.
+        # With `past`, the network also sees the encoded last action, and one number for its reward.
         self.uses_past = past
         self.past_encoder = encoder_for(action_space, "action_space") if past else None
         n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
@@ -408,11 +417,12 @@ class RecurrentTorso(Torso):
         fin: Tensor,
         hx: Any,
     ) -> tuple:
-        "The output of the memory at each row, `[T, B, memory]`, and the new recurrent state."
+        "Compute the memory's output at each row, `[T, B, memory]`, and the new recurrent state."
         x = self.features(obs)
         if self.uses_past:
-            # Where an episode begins, "no action" differs from action 0. Large rewards are
-            # compressed to a logarithmic scale.
+            # Where an episode begins there is no last action. Its encoding is set to 0 there,
+            # because action 0 has an encoding of its own. Rewards get a logarithmic scale, on which
+            # large ones are not too large.
             act = self.past_encoder(act).masked_fill(fin.unsqueeze(-1), 0)
             log_rew = rew.sign() * rew.abs().log1p()
             x = torch.cat([x, act, log_rew.unsqueeze(-1)], -1)
@@ -423,7 +433,7 @@ class RecurrentTorso(Torso):
 class RecurrentPolicy(RecurrentTorso, Policy):
     """A policy with memory for any supported spaces.
 
-    It consists of encoder, running normaliser, hidden layers, `GRU` or `LSTM`, and head.
+    It consists of an encoder, a running normaliser, hidden layers, `GRU` or `LSTM`, and a head.
 
     Args:
         action_space: see `head_for`
@@ -457,12 +467,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
     ):
         super().__init__()
         self.make_memory(observation_space, action_space, **torso)
-        self.head = head_for(
-            action_space,
-            self.memory.n_out,
-            std=std,
-            log_std=log_std,
-        )
+        self.head = head_for(action_space, self.memory.n_out, std=std, log_std=log_std)
         self.action_space = copy.deepcopy(action_space)
         self.dist = self.head.dist
         self.report = report
@@ -490,13 +495,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         hx: Any,
         stepno: Tensor,
     ) -> tuple:
-        y, hx = self.recurrent_features(
-            obs,
-            act,
-            rew,
-            fin,
-            hx,
-        )
+        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         params = self.masked(self.head.forward(y), obs)
         info = {"dist": params}
         if self.report:
@@ -508,8 +507,9 @@ class RecurrentPolicy(RecurrentTorso, Policy):
 class MemoryCritic(Critic):
     """State values from observations and the memory of a policy.
 
-    A `RecurrentPolicy` with `report=True` reports its memory. The critic's input is
-    `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is float32 `[*lead]`.
+    The policy is a `RecurrentPolicy` with `report=True`, which reports its memory. The critic maps
+    `dict(obs=[*lead, ...], memory=[*lead, memory])` to float32 `[*lead]`. The method `inputs` makes
+    this dict.
 
     Args:
         memory: size of the policy's memory
@@ -520,13 +520,13 @@ class MemoryCritic(Critic):
 
     def __init__(self, observation_space: gym.Space, memory: int = 64, **torso: Any):
         super().__init__(observation_space, **torso)
-        # The network of a `Critic`, with the memory as further inputs
+        # The network of a `Critic` is replaced by one that also has the memory as inputs.
         n_in = self.net.n_in + memory
         network = network_for(torso["network"])
         self.net = network(n_in, torso["hidden"], 1, torso["activation"])
 
     def inputs(self, obs: Any, actor: dict) -> dict:
-        """The critic's input, made from observations and the actor's infos for them.
+        """Make the critic's input from observations and the actor's infos for them.
 
         No gradient flows into the memory.
 
@@ -550,8 +550,10 @@ class MemoryCritic(Critic):
         obs: dict,
         valid: Tensor | None = None,
     ) -> None:
-        """Update the normaliser with the observations among the `inputs`; for learners.
+        """Update the normaliser; for learners.
 
-        Those where `valid` `[*lead]` is False are left out.
+        Args:
+            obs: what `inputs` returned, of which the observations are used
+            valid: bool [*lead]; observations where it is False are left out
         """
         super().observe(obs["obs"], valid)

@@ -1,6 +1,7 @@
 """Processes that learn together.
 
-Sums over them, minibatches of their joined batch, what must be alike, and the pipeline of each.
+They sum their numbers, draw minibatches of their joined batch, check that their batches and
+learners are alike, and have a part of the pipeline each.
 """
 
 from .collectives import *

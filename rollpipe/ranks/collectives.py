@@ -33,11 +33,12 @@ from .launch import process_group
 class SharedSums:
     """Sums over the ranks of one machine.
 
-    All ranks get the same bits: the numbers of rank 0, plus those of rank 1, and so on.
+    All ranks get the same bits, because each adds the numbers of rank 0, then those of rank 1, and
+    so on.
 
     Args:
-        peers: rank -> connection to it, for all ranks but this one
-        memories: the memory of each rank, in which it writes and the others read
+        peers: rank -> connection to it, for all ranks except this one
+        memories: one shared memory for each rank; the rank writes in it, and the others read
         timeout: seconds to wait for another rank
     """
 
@@ -51,7 +52,8 @@ class SharedSums:
         self.memories = memories
         self.timeout = timeout
         self.turn = 0
-        # This rank is the one that is none of its peers.
+
+        # This rank is the only one that is not among the peers.
         [self.rank] = set(range(len(memories))) - peers.keys()
 
         # Each memory holds two halves of `size` bytes, the first of which begins at byte `begin`.
@@ -62,13 +64,13 @@ class SharedSums:
     def __call__(self, x: Tensor, group: Any = None) -> None:
         """Replace `x` by its sum over ranks.
 
-        All ranks call this with tensors of the same shape and dtype. After an error, or an
-        interrupt, there are no further sums, in all ranks, because a late message could pass for
-        that of the next sum.
+        All ranks call this with tensors of the same shape and dtype. After an error or an
+        interrupt, no rank can make further sums, because a message that arrives late could be taken
+        for a message of the next sum.
 
         Args:
             x: contiguous tensor on the host
-            group: ignored
+            group: ignored; there because torch's collectives have this argument
 
         Raises:
             RuntimeError: another rank has ended, does not answer, or has another number of bytes.
@@ -83,7 +85,7 @@ class SharedSums:
         if x.nbytes > self.size:
             self._grow(next_place(2 * x.nbytes))
 
-        # The numbers of each rank, in the half whose turn it is
+        # The two halves of the memories take turns. `parts` has the numbers of each rank.
         self.turn = 1 - self.turn
         parts = []
         for halves in self.halves:
@@ -92,20 +94,23 @@ class SharedSums:
         parts[self.rank].copy_(x)
         self._exchange(x.nbytes.to_bytes(8, "little"))
 
-        # In the order of the ranks, so that all get the same bits
+        # The numbers are added in the order of the ranks, so that all ranks get the same bits.
         torch.add(parts[0], parts[1], out=x)
         for part in parts[2:]:
             x += part
 
     def _grow(self, size):
-        "Two larger halves, behind the old ones, which another rank may still read."
+        """Use two larger halves, of `size` bytes each, from now on.
+
+        They begin after the old ones, which another rank may still read.
+        """
         self.begin = self.begin + 2 * self.size
         self.size = size
         end = self.begin + 2 * size
         self.memories[self.rank].reserve(end)
         self._exchange(b"grown")
 
-        # For each rank a tensor uint8 [2, size] in its memory
+        # For each rank the two halves of its memory, as a tensor uint8 [2, size]
         self.halves = []
         for memory in self.memories:
             array = memory.view(end)[self.begin : end]
@@ -133,19 +138,22 @@ class SharedSums:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #d781eb53
 def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | None:
-    """The `SharedSums` of this rank; None, in all ranks, if one of them cannot reach another.
+    """Connect the ranks, and make the `SharedSums` of this one.
+
+    All ranks call this. If one of them cannot reach another one, all of them get None.
 
     Args:
         rank: the rank of this process
-        gathered: function that all ranks call with an object each, and that returns the list of all
-            objects
+        gathered: function that all ranks call with one object each; it returns a list of these
+            objects, in the order of the ranks
         timeout: seconds that a sum waits for another rank
 
     Raises:
-        RuntimeError: a rank ends meanwhile.
+        RuntimeError: a rank has ended while the ranks were being connected.
     """
     with ExitStack() as folders, ExitStack() as connections:
-        # The disk may be full, the name too long, or the system may have no such sockets.
+        # This rank listens at a socket. That fails if the disk is full, the name of the folder is
+        # too long, or the system has no such sockets.
         try:
             folder = folders.enter_context(TemporaryDirectory(prefix="rollpipe-"))
             listener = connections.enter_context(Listener(f"{folder}/sums", "AF_UNIX", backlog=128))
@@ -153,7 +161,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
             listener = None
         addresses = gathered(None if listener is None else listener.address)
 
-        # Each rank calls those before it. An address of another machine cannot be reached.
+        # Each rank connects to the ranks before it. That fails if they are on another machine.
         peers = {}
         try:
             for other in range(rank):
@@ -164,7 +172,8 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
             return None
 
         try:
-            # A rank that calls says which one it is; one that is called knows whom it accepts.
+            # After it has connected, a rank sends its number, because the rank that accepts does
+            # not know which one it is.
             for peer in peers.values():
                 peer.send(rank)
             for _ in addresses[rank + 1 :]:
@@ -172,6 +181,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
                 peers[peer.recv()] = peer
             peers = dict(sorted(peers.items()))
 
+            # Each rank makes a memory of its own, and exchanges it with every other rank.
             memory_of = {rank: SharedMemory()}
             for other, peer in peers.items():
                 memory_of[other] = _exchanged(memory_of[rank], peer, rank < other)
@@ -181,14 +191,17 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
         memories = [memory_of[k] for k in range(len(addresses))]
         sums = SharedSums(peers, memories, timeout)
         listener.close()
-        connections.pop_all()  # the sums close them
+        connections.pop_all()  # `sums` closes the connections
     return sums
 
 
 def _exchanged(memory, peer, is_first):
-    """The memory of the rank behind the connection `peer`, for `memory` in exchange.
+    """Send our memory to another rank, and return the memory of that rank.
 
-    The rank with `is_first` sends first.
+    Args:
+        memory: the memory of this rank
+        peer: connection to the other rank
+        is_first: this rank sends first, and the other one receives first
     """
     if is_first:
         send_handle(peer, memory.fd, None)
@@ -198,18 +211,18 @@ def _exchanged(memory, peer, is_first):
     return memory_of_peer
 
 # %% ../../nbs/ranks/01_collectives.ipynb #3ef83dcb
-# The process group inside a block `distributed`, as the only element; empty outside
+# Within a block `distributed`, the only element is the process group; outside, the list is empty.
 _group: list = []
 
 # The function that sums numbers on the host, in the order of the ranks; empty without gloo
 _sums: list[Callable] = []
 
-# [True] after the first batches of this block have been checked for copies
+# [True] if the first batches of this block have been compared, see `_warn_of_copies`; else empty
 _checked_for_copies: list = []
 
 
 def active() -> bool:
-    "Does this process learn together with other ranks at the moment?"
+    "Whether this process is in a block `distributed`, and not learning alone."
     return bool(_group)
 
 
@@ -219,7 +232,7 @@ def rank() -> int:
 
 
 def span(n: int) -> tuple:
-    """The number of columns of the joined batch, and the slice of this rank's columns.
+    """Return the number of columns of the joined batch, and the slice with this rank's columns.
 
     Args:
         n: number of columns of each rank
@@ -233,12 +246,12 @@ def _call(collective: Callable, *args: Any) -> None:
     """Call a collective, in which all ranks take part.
 
     Raises:
-        WorkerError: one of them has ended.
+        WorkerError: another rank has ended, or does not answer.
     """
     try:
         collective(*args, group=_group[0])
     except PipeError:
-        raise  # it says already what is wrong here
+        raise  # an error of this process, whose message says what is wrong
     except RuntimeError as error:
         raise WorkerError(
             f"rank {rank()}: another rank has ended, or has not answered in time; "
@@ -248,10 +261,10 @@ def _call(collective: Callable, *args: Any) -> None:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #a0629f75
 def totals(*xs: Tensor) -> tuple:
-    """The sums over ranks of several tensors of the same dtype, by a single collective call.
+    """Return the sums over ranks of several tensors of the same dtype, by a single collective call.
 
-    On the host these are the numbers of rank 0, plus those of rank 1, and so on, bit for bit,
-    wherever the ranks are.
+    On the host, the numbers are added in the order of the ranks. So the result has the same bits on
+    one machine and on several.
     """
     if not _group:
         return xs
@@ -264,27 +277,27 @@ def totals(*xs: Tensor) -> tuple:
 
 
 def total(x: Tensor) -> Tensor:
-    "The sum of `x` over ranks."
+    "Return the sum of `x` over ranks."
     return totals(x)[0]
 
 
 def _sum_in_order(x, group):
-    """Replace `x` by its sum over ranks, as `SharedSums` does, but by gloo.
+    """Replace `x` by its sum over ranks, with the bits of `SharedSums`, but by gloo.
 
-    From three ranks on, gloo's own sums have another order. Each rank adds its share of the
-    numbers, so no more bytes are sent than by gloo's own sum.
+    With three or more ranks, gloo's own sum adds in another order. Here each rank adds a share of
+    the numbers, in the order of the ranks. So the ranks send no more bytes than for gloo's own sum.
     """
     n_ranks = dist.get_world_size(group)
     if n_ranks == 2:
         return dist.all_reduce(x, group=group)
 
-    # Row k holds the share that rank k adds. What is left over is 0.
+    # Row k holds the share that rank k adds. The last shares are filled up with zeros.
     numbers_per_share = -(-x.numel() // n_ranks)  # rounded up
     shares = x.new_zeros(n_ranks, numbers_per_share)
     shares.view(-1)[: x.numel()] = x
 
-    # This rank's share, as each rank has it, is added up. All ranks get the sums of all shares,
-    # which are written into the rows.
+    # This rank receives its share from every rank, and adds these. Then all ranks get the sums of
+    # all shares, which replace the rows of `shares`.
     received = torch.empty_like(shares)
     dist.all_to_all_single(received, shares, group=group)
     dist.all_gather(list(shares), reduce(torch.add, received), group=group)
@@ -292,7 +305,10 @@ def _sum_in_order(x, group):
 
 # %% ../../nbs/ranks/01_collectives.ipynb #092d6540
 def gathered(x: Tensor) -> list:
-    "A list with the tensor `x` of each rank, in the order of the ranks. The shapes must be equal."
+    """Return a list with the tensor `x` of each rank, in the order of the ranks.
+
+    The tensors of all ranks must have the same shape.
+    """
     if not _group:
         return [x]
     tensors = [torch.empty_like(x) for _ in range(dist.get_world_size(_group[0]))]
@@ -301,7 +317,7 @@ def gathered(x: Tensor) -> list:
 
 
 def gathered_objects(x: Any) -> list:
-    """A list with the object `x` of each rank, in the order of the ranks.
+    """Return a list with the object `x` of each rank, in the order of the ranks.
 
     Pickle must support the objects.
     """
@@ -321,18 +337,18 @@ def mean_of_all(
     metrics: dict | None = None,
     params: Iterable = (),
 ) -> tuple:
-    """`(loss, metrics)` over the rows of all ranks, by a single collective call.
+    """Return `(loss, metrics)` over the rows of all ranks, by a single collective call.
 
-    The gradients of `params` become those of this loss.
-
-    Without other ranks nothing changes. A gradient stays None if it is None in all ranks.
+    The gradients of `params` are replaced by the gradients of this loss. A gradient stays None if
+    it is None in all ranks. Without other ranks, `loss` and `metrics` are returned as they are, and
+    no gradient changes.
 
     Args:
         loss: mean over the rows of this rank, 0-dim
-        n: number of these rows, int or 0-dim; a rank with 0 rows computes along, and its numbers do
-            not count
-        metrics: dict of metric -> number or 0-dim tensor, over the same rows; all ranks have the
-            same names
+        n: number of these rows, int or 0-dim tensor; a rank with 0 rows also calls this function,
+            and its loss, metrics and gradients do not count
+        metrics: metric -> number or 0-dim tensor, a mean over the same rows; all ranks have the
+            same metrics
         params: parameters with the gradient of `loss`
 
     Raises:
@@ -352,8 +368,10 @@ def mean_of_all(
     params = list(params)
     loss = loss.detach()
 
-    # The gradients of the sum over rows, and for each parameter in how many ranks it has one
+    # The gradients of the sum of the loss over this rank's rows
     grads = [p.grad * n if n and p.grad is not None else torch.zeros_like(p) for p in params]
+
+    # For each parameter whether it has a gradient; the sum is the number of ranks where it has one.
     has_grad = [p.grad is not None for p in params]
     n_with_grad = torch.tensor(has_grad, dtype=loss.dtype, device=loss.device)
 
@@ -365,9 +383,10 @@ def mean_of_all(
 
     # The gradients of the mean over the rows of all ranks
     n_rows = table[:, 0].sum()
-    for p, grad, is_there in zip(params, grads, n_with_grad.tolist()):
-        p.grad = (grad / n_rows).to(p.dtype) if is_there else None
+    for p, grad, n_ranks in zip(params, grads, n_with_grad.tolist()):
+        p.grad = (grad / n_rows).to(p.dtype) if n_ranks else None
 
+    # The means over these rows, and maxima for some metrics, without ranks that have no rows
     means, maxima = _column_means(table[table[:, 0] > 0])
     joined_metrics = {}
     for k, name in enumerate(metrics, 1):
@@ -376,19 +395,20 @@ def mean_of_all(
 
 
 def _column_means(table):
-    "The means of the columns behind the first one, which has the weights, and their maxima."
+    "Return weighted means and maxima of all columns but the first one, which has the weights."
     weight = table[:, 0].double()
     x = table[:, 1:].double()
     return weight @ x / weight.sum(), x.amax(0)
 
 # %% ../../nbs/ranks/01_collectives.ipynb #874c834e
 def places_in_batch(valid: Tensor) -> tuple:
-    """The index of each valid row of this rank in the joined batch, int64 `[m]`, and their number.
+    """Number the valid rows of the joined batch.
 
-    The index is among the valid rows of all ranks. Without other ranks it is None.
+    Returns the numbers of this rank's valid rows, int64 `[m]`, and how many valid rows all ranks
+    have. Without other ranks, None stands for the numbers.
 
     Args:
-        valid: bool [T, B]: which rows of this rank count
+        valid: bool [T, B]: the valid rows of this rank
     """
     if not _group:
         return None, int(valid.sum())
@@ -400,11 +420,14 @@ def places_in_batch(valid: Tensor) -> tuple:
 
 
 def rows_of_rank(index: Tensor, place: Tensor | None, n: int) -> Tensor:
-    """The rows of this rank that are in `index`, int64 `[k]`, in the order of `index`.
+    """Select the rows of the joined batch that belong to this rank.
+
+    Returns their numbers among the rows of this rank, int64 `[k]`, in the order of `index`.
 
     Args:
-        index: int64 [m]: indices of rows in the joined batch
-        place: int64 [M]: index of each row of this rank in the joined batch; None: it has all rows
+        index: int64 [m]: numbers of rows in the joined batch
+        place: int64 [M]: number of each row of this rank in the joined batch; None: this rank has
+            all rows
         n: number of rows of all ranks
     """
     if place is None:
@@ -418,9 +441,9 @@ def rows_of_rank(index: Tensor, place: Tensor | None, n: int) -> Tensor:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #c84eecfb
 def joined(*xs: Tensor) -> tuple:
-    """The rows `[N, ...]` of all ranks, for each tensor.
+    """Return for each tensor the rows `[N, ...]` of all ranks.
 
-    Those of rank 0 come first, then those of rank 1, and so on.
+    The rows of rank 0 come first, then those of rank 1, and so on.
 
     Args:
         *xs: rows of this rank, [m, ...]; ranks may have different numbers of rows
@@ -442,9 +465,9 @@ def check_alike(
 
     Args:
         values: one dict for each rank: leaf -> value that must be equal in all ranks
-        problem: text of the message for a value that differs
+        problem: what the message says about a value that differs
         pipe: name of the learner
-        missing: text for a leaf that a rank does not have
+        missing: what the message says in place of the value of a leaf that a rank lacks
     """
     first = values[0]
     for rank, other in enumerate(values):
@@ -464,8 +487,12 @@ def check_alike(
 def check_batches(batch: Any, learner: str) -> None:
     """Raise `DataError` in all ranks unless their batches have the same form.
 
-    Batches are nested tensors. Their form is their structure, and the shape and dtype of each leaf.
-    If the first batches have the same numbers, too, a warning is logged.
+    Batches are nested tensors. The form of a batch is its structure, and the shape and dtype of
+    each leaf. If the first batches of two ranks also have the same numbers, a warning is logged.
+
+    Args:
+        batch: the batch of this rank
+        learner: name of the learner, for the message
     """
     if not _group:
         return
@@ -476,10 +503,10 @@ def check_batches(batch: Any, learner: str) -> None:
 
 
 def _forms(batch):
-    """Leaf -> its dtype and shape.
+    """Describe the leaves of a batch that are compared: leaf -> text with dtype and shape.
 
-    Leaves in `final` count as empty, because their number varies. Infos and `restarts` are not
-    compared.
+    Infos and `restarts` are left out. Leaves in `final` count as empty, because ranks have
+    different numbers of truncated episodes.
     """
     if isinstance(batch, Fragment):
         batch = batch._replace(
@@ -491,7 +518,7 @@ def _forms(batch):
 
 
 def _warn_of_copies(batch):
-    "Log a warning if another rank has the same batch, because then the lanes were not divided."
+    "Log a warning if an earlier rank has the same batch, so the lanes have not been divided."
     leaves = nested.leaves((batch.lane, batch.seq, batch.state))
     checksums = [_checksum(x) for x in leaves]
     twin = gathered_objects(checksums).index(checksums)
@@ -509,7 +536,7 @@ def _checksum(x):
 
 
 def check_state(agent: Any) -> None:
-    "Raise `DataError` in all ranks unless the states of their learners are equal, bit for bit."
+    "Raise `DataError` in all ranks unless their learners have the same state, bit for bit."
     if not _group:
         return
     state = agent.state_dict()
@@ -524,12 +551,15 @@ def distributed(
     agent: Any,
     size: int | None = None,
 ) -> Iterator[Any]:
-    """In this block, `agent.update(batch)` takes a step on the joined batch of all ranks.
+    """Let the ranks learn together within a `with` block.
 
-    It is the step that one process would take. Each rank calls it equally often, with a batch of
-    its own (see `divided`). The batches have the same shape. After each update the states of the
-    ranks are compared. Under `torchrun` the block makes a process group, unless there is one. In a
-    single process the block does nothing, so a script runs with and without `torchrun`.
+    In the block, `agent.update(batch)` takes the step that one process would take on the joined
+    batch of all ranks. Each rank makes the same number of updates, with a batch of its own (see
+    `divided`). The batches of all ranks have the same shape. After each update the states of the
+    learners are compared.
+
+    Under `torchrun` the block makes a process group, unless there is one. In a single process the
+    block does nothing, so a script runs with and without `torchrun`.
 
     Args:
         agent: a learner with `joins_ranks`, such as `TRPO`, `PPO` or `DQN`; each rank has one, in
@@ -537,10 +567,10 @@ def distributed(
         size: required number of ranks; None: any
 
     Raises:
-        DataError: in all ranks, if learners are in different states, or batches have different
-            forms; also for another number of ranks, a learner without `joins_ranks`, or a block
-            in another.
-        WorkerError: another rank has ended.
+        DataError: learners have different states, or batches have different forms (raised in all
+            ranks); the number of ranks is not `size`; the learner has no `joins_ranks`; or this
+            block is within another one.
+        WorkerError: another rank has ended, or does not answer.
 
     Example:
         >>> from rollpipe import ranks
@@ -564,7 +594,7 @@ def _has_process_group():
 
 @contextmanager
 def _block(agent):
-    "The block of `distributed` if there is a process group."
+    "What `distributed` does if there is a process group."
     if _group:
         raise DataError(
             "a block `distributed` in another",
@@ -580,7 +610,7 @@ def _block(agent):
             expected="a learner with `joins_ranks`, such as TRPO, PPO, DQN or SAC",
         )
 
-    _group.append(None)  # the group of all processes
+    _group.append(None)  # for torch, None stands for the group of all processes
     try:
         timeout = _timeout_of_gloo()
         if timeout is not None:
@@ -599,9 +629,9 @@ def _block(agent):
 
 
 def _timeout_of_gloo():
-    """How many seconds gloo waits for another rank.
+    """Return how many seconds gloo waits for another rank.
 
-    None if a rank is alone, or if not gloo sums on the host.
+    Returns None if there is no other rank, or if the group does not use gloo for sums on the host.
     """
     if dist.get_world_size() == 1:
         return None
@@ -612,20 +642,25 @@ def _timeout_of_gloo():
     if not isinstance(backend, dist.ProcessGroupGloo):
         return None
 
-    # Old versions of torch do not say how long gloo waits. The default is half an hour.
+    # In old versions of torch the backend has no such option, and waits half an hour.
     options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", timedelta(minutes=30))
     return timeout.total_seconds()
 
 
 def _share_sums(timeout, group):
-    "Sum through shared memory if all ranks can, or else by gloo."
+    "Choose how the ranks sum: through shared memory if all of them can, or else by gloo."
     sums = shared_sums(dist.get_rank(group), gathered_objects, timeout)
     _sums.append(sums or _sum_in_order)
 
 
 def check_size(size: int | None, got: int) -> None:
-    "Raise `DataError` if the number of ranks is not `size`. None allows any number."
+    """Raise `DataError` if there is another number of ranks than required.
+
+    Args:
+        size: required number of ranks; None: any
+        got: number of ranks
+    """
     if size is None or size == got:
         return
     raise DataError(

@@ -78,7 +78,7 @@ ACTOR_REPLAY = (
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #ac59fc3e
 def _random_states(space, act_space, T, B, seed):
-    "A `State` with rows `[T, B, ...]` in which some episodes end. Row 0 begins new episodes."
+    "Draw a `State` `[T, B, ...]`. Episodes begin in row 0 everywhere, and later at random."
     rng = np.random.default_rng(seed)
 
     def draw(space):
@@ -88,26 +88,22 @@ def _random_states(space, act_space, T, B, seed):
             sampled(space, T * B),
         )
 
-    # In row 1 an episode begins in environment 0 alone, so both cases occur there.
+    # In row 1 an episode begins only in environment 0, so both cases occur in one row.
     fin = rng.random((T, B)) < 0.3
     fin[0] = True
     fin[1:2] = np.arange(B) == 0
     stepno = np.zeros((T, B), np.int64)
     for t in range(1, T):
-        stepno[t] = np.where(
-            fin[t],
-            0,
-            stepno[t - 1] + 1,
-        )
+        stepno[t] = np.where(fin[t], 0, stepno[t - 1] + 1)
 
+    # The spaces are copied, because `draw` seeds them.
     rew = rng.normal(size=(T, B))
-    # To draw seeds a space, so it is done with copies.
     obs, act = map(draw, deepcopy((space, act_space)))
     return State(*nested.as_seen(nested.torchify((stepno, obs, act, rew, fin))))
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #625f914c
 def _rows(tree, t):
-    "Row `t` of a nested `[T, B, ...]`, as `[1, B, ...]`."
+    "Take row `t` of nested tensors `[T, B, ...]`, as `[1, B, ...]`."
     return nested.getitem(tree, slice(t, t + 1))
 
 
@@ -121,7 +117,7 @@ class _Trial:
         self.takes_noise = hasattr(actor, "draw_noise")
 
     def noise(self, lead: Sequence[int], seed: int) -> Any:
-        "Noise for actions `[*lead, ...]`; None if the actor takes none."
+        "Draw noise for actions `[*lead, ...]`; None if the actor takes no noise."
         if not self.takes_noise:
             return None
         return self.actor.draw_noise(lead, torch.Generator().manual_seed(seed))
@@ -129,7 +125,7 @@ class _Trial:
     def step(
         self, state: State, hx: Any, seed: int = 0, virtual: bool = False, noise: Any = None
     ) -> tuple:
-        "`(act, hx, info)`, checked."
+        "Call `step` of the actor, and check its effects and its answer `(act, hx, info)`."
         T, B = state.fin.shape
         before = nested.snapshot((state, hx))
 
@@ -140,15 +136,10 @@ class _Trial:
                 noise = self.noise((T, B), seed)
             more = {"noise": noise} if self.takes_noise else {}
             rng_state = torch.get_rng_state()
-            act, next_hx, info = self.actor.step(
-                *state,
-                hx=hx,
-                virtual=virtual,
-                **more,
-            )
+            act, next_hx, info = self.actor.step(*state, hx=hx, virtual=virtual, **more)
             has_drawn = not torch.equal(torch.get_rng_state(), rng_state)
 
-        # What it did besides answering
+        # The call must neither use the global generator nor change its inputs.
         self.report.check(
             ACTOR_NOISE,
             not (self.takes_noise and has_drawn),
@@ -161,38 +152,28 @@ class _Trial:
         )
 
         # The answer
-        self.check_tensors(
-            ACTOR_INFO,
-            info,
-            "info",
-            (T, B),
-        )
-        self.check_tensors(
-            ACTOR_HX,
-            next_hx,
-            "hx",
-            (None, B),
-        )
+        self.check_tensors(ACTOR_INFO, info, "info", (T, B))
+        self.check_tensors(ACTOR_HX, next_hx, "hx", (None, B))
         return self._checked_action(act, T, B), next_hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
-        "The recurrent state after `reset`, checked."
+        "Call `reset` of the actor, and check its effects and the new recurrent state."
         before = nested.snapshot(hx)
 
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
             nested.Form(before, "hx").check(new)
-        self.report.check(
-            ACTOR_INPUTS_KEPT,
-            same(hx, before),
-            "reset changed hx",
-        )
+        self.report.check(ACTOR_INPUTS_KEPT, same(hx, before), "reset changed hx")
         return new
 
     def check_tensors(self, rule: str, tree: Any, name: str, lead: tuple) -> None:
-        """Demand that all leaves are tensors with the leading dimensions `lead`.
+        """Check that all leaves are tensors; a broken rule ends the section.
 
-        None stands for any size.
+        Args:
+            rule: the rule that is broken if a leaf does not fit
+            tree: nested tensors
+            name: what messages call the tensors
+            lead: the first two dimensions of each leaf; None: any size
         """
 
         def fits(x):
@@ -203,29 +184,18 @@ class _Trial:
         for path, x in nested.items(tree, name):
             if not fits(x):
                 T, B = lead
-                self.report.add(
-                    rule,
-                    f"{path} is {describe(x)}, T={T}, B={B}",
-                )
+                self.report.add(rule, f"{path} is {describe(x)}, T={T}, B={B}")
                 raise self.report.Stop
 
     def _checked_action(self, act, T, B):
-        "The action in the containers of its space."
+        "Check an action, and return it in the containers of its space."
         space = self.spaces[1]
         act = in_containers(act, space_spec(space, "act"))
-        self.check_tensors(
-            ACTOR_ACT,
-            act,
-            "act",
-            (T, B),
-        )
+        self.check_tensors(ACTOR_ACT, act, "act", (T, B))
 
-        # The actions as environments get them
+        # The actions are made into those that environments get, as in a pipeline.
         with self.report.demand(ACTOR_ACT):
-            arrays = nested.map(
-                lambda x: x.flatten(0, 1).cpu().numpy(),
-                act,
-            )
+            arrays = nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act)
             try:
                 rows = action_rows(space)(arrays)
             except ActorError as e:
@@ -234,13 +204,10 @@ class _Trial:
                 self.report.add(ACTOR_ACT_IN_SPACE, str(e))
                 rows = []
 
-        # The first action that is not in the space is named.
+        # Each action must lie in the space; the report names the first one that does not.
         for row in rows:
-            self.report.check(
-                ACTOR_ACT_IN_SPACE,
-                space.contains(row),
-                f"{row} is not in {space}",
-            )
+            is_inside = space.contains(row)
+            self.report.check(ACTOR_ACT_IN_SPACE, is_inside, f"{row} is not in {space}")
         return act
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #2b17f5b8
@@ -252,22 +219,14 @@ def _check_noise(report, trial, T, B):
         noise_again = trial.noise((T, B), 5)
     has_drawn = not torch.equal(torch.get_rng_state(), before)
 
-    # Two generators with one seed, and nothing from elsewhere
-    report.check(
-        ACTOR_NOISE,
-        same(noise, noise_again),
-        "the same generator gave other noise",
-    )
+    # Two generators with the same seed must give the same noise, and no other generator is used.
+    report.check(ACTOR_NOISE, same(noise, noise_again), "the same generator gave other noise")
     report.check(ACTOR_NOISE, not has_drawn, "it drew from torch's global generator")
-    trial.check_tensors(
-        ACTOR_NOISE,
-        noise,
-        "noise",
-        (T, B),
-    )
+    trial.check_tensors(ACTOR_NOISE, noise, "noise", (T, B))
 
 
 def _reset_all(trial, hx, B):
+    "Reset the recurrent state of all environments, if the actor has one."
     return trial.reset(hx, list(range(B))) if nested.leaves(hx) else hx
 
 
@@ -277,7 +236,8 @@ def _check_reset(report, trial, used, other, B):
     def column(hx, b):
         return nested.getitem(hx, (slice(None), b))
 
-    # Each environment is reset alone.
+    # Each environment is reset alone. Then the memory of the others must be as before, and its own
+    # memory must be the same after both pasts.
     for b in range(B):
         after_used = trial.reset(used, [b])
         after_other = trial.reset(other, [b])
@@ -294,22 +254,16 @@ def _check_reset(report, trial, used, other, B):
         )
 
 
-# Sums over batches of other sizes have other roundings, so floats agree up to this number.
+# Batches of different sizes give different rounding errors, so floats agree up to this number.
 _ROUNDING = 1e-4
 
 
 def _check_batch(report, trial, state, hx, T, B):
-    "Check that the answer does not depend on how states are batched."
+    "Check that the answers do not depend on how the states are put into batches."
     noise = trial.noise((T, B), 6)
-    _check_columns(
-        report,
-        trial,
-        _rows(state, 0),
-        hx,
-        _rows(noise, 0),
-    )
+    _check_columns(report, trial, _rows(state, 0), hx, _rows(noise, 0))
 
-    # Step by step, with the memory reset where an episode begins
+    # The answers step by step, with the memory reset where an episode begins
     acts = []
     infos = []
     memory = hx
@@ -319,45 +273,28 @@ def _check_batch(report, trial, state, hx, T, B):
                 memory,
                 state.fin[t].nonzero()[:, 0].tolist(),
             )
-        act, memory, info = trial.step(
-            _rows(state, t),
-            memory,
-            noise=_rows(noise, t),
-        )
+        act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
         acts.append(nested.snapshot(act))
         infos.append(nested.snapshot(info))
 
-    # All rows in one call
-    act, last_hx, info = trial.step(
-        state,
-        hx,
-        noise=noise,
-    )
+    # The answers in one call must be the same.
+    act, last_hx, info = trial.step(state, hx, noise=noise)
     at_once = dict(act=act, info=info, hx=last_hx)
-    by_step = dict(
-        act=nested.cat(acts),
-        info=nested.cat(infos),
-        hx=memory,
-    )
+    by_step = dict(act=nested.cat(acts), info=nested.cat(infos), hx=memory)
     for name in at_once:
-        agrees = same(
-            at_once[name],
-            by_step[name],
-            _ROUNDING,
-        )
-        report.check(
-            ACTOR_REPLAY,
-            agrees,
-            f"{name} differs",
-        )
+        agrees = same(at_once[name], by_step[name], _ROUNDING)
+        report.check(ACTOR_REPLAY, agrees, f"{name} differs")
 
 
 def _check_columns(report, trial, row, hx, noise):
-    "Compare the answer for each environment alone with that for all, in a row `[1, B, ...]`."
+    """Compare the answer for each environment alone with the answer for all of them in one batch.
+
+    `row` is a `State` `[1, B, ...]`.
+    """
     B = row.fin.shape[1]
     together = trial.step(row, hx, noise=noise)
     for b in range(B):
-        # Column `b` of the four, as one container
+        # Column `b` of the inputs, and of the answer for all environments
         column = (slice(None), slice(b, b + 1))
         its_row, its_hx, its_noise, expected = nested.getitem(
             (row, hx, noise, together),
@@ -376,15 +313,16 @@ def check_actor(
 ) -> list:
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
-    The actor is in evaluation mode, as in every collection. Some rules need the same random numbers
-    for batches of different shapes. They are not checked for an actor that draws from torch's
-    global generator. If no rule is broken, it prints so and returns an empty list.
+    The actor is in evaluation mode, as while a pipeline collects. Some rules need the same random
+    numbers for batches of different shapes. These rules are not checked for an actor that draws
+    from torch's global generator. If no rule is broken, the function prints so and returns an empty
+    list.
 
     Args:
-        actor: anything with `step` and `reset`
+        actor: an object with the methods `step` and `reset`
         env: id, factory or environment that the actor is for, or (observation_space, action_space)
-        n_steps: T of the random states
-        n_envs: B of the random states
+        n_steps: number of rows T of the random states
+        n_envs: number of environments B of the random states
         seed: seed of states and noise
         raises: False: print nothing, and return the violations instead of raising an error
 
@@ -399,62 +337,37 @@ def check_actor(
     """
     report = Report()
 
-    # A section is left at the first broken rule without which it cannot go on.
-    report.section(
-        _check_actor,
-        report,
-        actor,
-        spaces_of(env),
-        n_steps,
-        n_envs,
-        seed,
-    )
+    # A section ends at the first broken rule that makes its other checks meaningless.
+    report.section(_check_actor, report, actor, spaces_of(env), n_steps, n_envs, seed)
     return report.close(type(actor).__name__, raises)
 
 
 def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed):
-    "The sections of the check, in an order in which a broken rule does not break later ones."
+    """Run all checks.
+
+    Their order is such that one mistake does not also break the rules that are checked later.
+    """
     for method in ("step", "reset"):
-        report.check(
-            ACTOR_METHODS,
-            callable(getattr(actor, method, None)),
-            f"no {method}",
-        )
+        report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations:
         return
 
     trial = _Trial(report, actor, spaces)
     states = [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
-    copies = _copies(actor)  # before it has answered
+    copies = _copies(actor)  # made before the actor has answered
     with EvalMode(actor):
         if trial.takes_noise:
             _check_noise(report, trial, T, B)
         if report.violations:
             return
 
-        # A value that the first call caches does not count as a change.
-        _, hx, _ = trial.step(
-            _rows(states[0], 0),
-            None,
-            virtual=True,
-        )
+        # The state of the actor is read after a first call, which may cache values.
+        _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
         before = _state_of(actor)
-        report.section(
-            _check_answers,
-            report,
-            trial,
-            *states,
-            hx,
-            T,
-            B,
-        )
+        report.section(_check_answers, report, trial, *states, hx, T, B)
         after = _state_of(actor)
     changed = [name for name, *_ in nested.differing(before, after)]
-    report.check(
-        ACTOR_UNCHANGED,
-        not changed,
-        f"{', '.join(changed)} changed",
-    )
+    report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
 
     trials = [_Trial(report, copy, spaces) for copy in copies]
     if trials and not report.violations:
@@ -462,9 +375,10 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
 
 
 def _copies(actor):
-    """Two copies of the actor.
+    """Make two copies of the actor.
 
-    None if it cannot be copied: then no run is resumed with a copy, and the rule says nothing.
+    The list is empty if the actor cannot be copied. Then no run can resume with a copy of it, and
+    `ACTOR_RESUMABLE` is not checked.
     """
     try:
         return [deepcopy(actor), deepcopy(actor)]
@@ -480,13 +394,9 @@ def _check_copies(report, trials, states, other_states):
 
     def answer(trial, state):
         with EvalMode(trial.actor):
-            return trial.step(
-                _rows(state, 0),
-                None,
-                seed=1,
-            )
+            return trial.step(_rows(state, 0), None, seed=1)
 
-    # What the first one has seen must not matter to it.
+    # The first copy has seen other states, which must not matter to its answer.
     answer(trials[0], other_states)
     used, fresh = (answer(trial, states) for trial in trials)
     report.check(
@@ -495,8 +405,8 @@ def _check_copies(report, trials, states, other_states):
 
 
 def _state_of(actor):
-    "Name -> value to compare, for parameters, buffers and attributes."
-    # Parameters and buffers of all its modules, and other attributes
+    "List what an actor must not change: name -> comparable value."
+    # Parameters and buffers of all its modules, and attributes of other kinds
     state = {}
     for module in modules_in(actor):
         for name, x in module.named_parameters():
@@ -514,15 +424,11 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     row = _rows(states, 0)
     hx = _reset_all(trial, hx, B)
 
-    # A second call, with other states, changes neither the first answer, nor what the same call
-    # answers again.
+    # A second call, with other states, must not change the first answer. A third call, with the
+    # states of the first, must give the same answer again.
     answer = trial.step(row, hx, seed=1)
     first = nested.snapshot(answer)
-    _, hx_of_other, _ = trial.step(
-        _rows(other_states, 1),
-        hx,
-        seed=2,
-    )
+    _, hx_of_other, _ = trial.step(_rows(other_states, 1), hx, seed=2)
     report.check(
         ACTOR_FRESH,
         same(answer, first),
@@ -531,14 +437,9 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
 
-    # A virtual call does not change what the same call answers again.
+    # After a virtual call, the same call must give the same answer again.
     if repeats:
-        trial.step(
-            _rows(other_states, 1),
-            hx,
-            seed=3,
-            virtual=True,
-        )
+        trial.step(_rows(other_states, 1), hx, seed=3, virtual=True)
         again = nested.snapshot(trial.step(row, hx, seed=1))
         report.check(
             ACTOR_VIRTUAL,
@@ -546,11 +447,8 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
             "the same call gave another answer after it",
         )
 
-        # The previous action and reward do not matter, because row 0 begins new episodes.
-        past = row._replace(
-            act=_rows(other_states.act, 0),
-            rew=row.rew + 1,
-        )
+        # The previous action and reward must not matter, because row 0 begins new episodes.
+        past = row._replace(act=_rows(other_states.act, 0), rew=row.rew + 1)
         report.check(
             ACTOR_NEW_EPISODE,
             same(trial.step(past, hx, seed=1), again),
@@ -561,21 +459,12 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     if nested.leaves(hx):
         used = hx
         for t in range(T):
-            _, used, _ = trial.step(
-                _rows(states, t),
-                used,
-                seed=t,
-            )
-        _check_reset(
-            report,
-            trial,
-            used,
-            hx_of_other,
-            B,
-        )
+            _, used, _ = trial.step(_rows(states, t), used, seed=t)
+        _check_reset(report, trial, used, hx_of_other, B)
 
-    # Batches of other shapes need a correct `reset`, and the same random numbers. An actor without
-    # `draw_noise` gets them only if it draws none: then another seed gives the same answer.
+    # Batches of other shapes can be compared only if `reset` is correct and the random numbers are
+    # the same. An actor without `draw_noise` must draw none, so another seed must give the same
+    # answer.
     broken = {v.rule for v in report.violations}
     if not repeats or broken & {ACTOR_RESET, ACTOR_RESET_FORGETS}:
         return

@@ -80,12 +80,17 @@ TENSOR_ENV_FINAL = "where an episode is truncated, final_obs holds its true last
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
 def _check_obs(report, obs, space, spec):
-    """The observation as arrays in the containers of its space.
+    """Check that an observation is in its space, and return it as arrays in the space's containers.
 
-    Reports an observation that is not in the space.
+    Args:
+        report: gets the broken rules
+        obs: the observation
+        space: the observation space
+        spec: arrays with the form of observations, from `space_spec`
     """
 
     def as_stored(x, like):
+        # A number is converted only if its kind stays the same; the report names other kinds.
         x = np.array(x)
         return x.astype(like.dtype) if np.can_cast(x.dtype, like.dtype, "same_kind") else x
 
@@ -93,27 +98,24 @@ def _check_obs(report, obs, space, spec):
     with report.demand(ENV_OBS_LIKE_SPACE):
         nested.Form(spec, "obs").check(obs)
 
-    # Bounds are compared only if all numbers are finite, so that one fault breaks one rule.
+    # Bounds are compared only if all numbers are finite, because a nan is beyond all bounds and
+    # would break two rules.
     floats = [x for x in nested.leaves(obs) if x.dtype.kind == "f"]
     is_finite = all(np.isfinite(x).all() for x in floats)
     is_within = not is_finite or space.contains(_as_sample(obs, space))
     report.check(ENV_OBS_FINITE, is_finite, describe(obs))
-    report.check(
-        ENV_OBS_WITHIN_BOUNDS,
-        is_within,
-        f"{obs} is not in {space}",
-    )
+    report.check(ENV_OBS_WITHIN_BOUNDS, is_within, f"{obs} is not in {space}")
     return obs
 
 
 def _as_sample(x, space):
-    "Nested arrays in the form that `space.contains` accepts."
+    "Convert nested arrays to the form that `space.contains` accepts."
     if isinstance(space, gym.spaces.Dict):
         return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
         return tuple(map(_as_sample, x, space.spaces))
-    # Unsigned integers are stored in a wider dtype than that of their space, which may be unable to
-    # hold a wrong number. Such numbers stay as they are, and gymnasium refuses them.
+    # Unsigned integers are stored in a wider dtype than the dtype of their space. A wrong number
+    # may not fit into the dtype of the space. Then it stays as it is, and gymnasium refuses it.
     sample = x.astype(space.dtype)
     if isinstance(space, gym.spaces.Discrete):
         return sample[()]  # gymnasium expects a scalar
@@ -121,9 +123,13 @@ def _as_sample(x, space):
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
 def _check_info(report, info, forms):
-    """Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric.
+    """Compare infos with the form that they had when they first appeared.
 
-    Add new infos to `forms`.
+    Args:
+        report: gets the broken rules
+        info: the infos of a step
+        forms: key -> structure and shapes of the info when it first appeared, or None if it was not
+            numeric; new infos are added
     """
 
     def form(x):
@@ -138,26 +144,20 @@ def _check_info(report, info, forms):
         for key, x in info.items():
             form_of_x = form(x)
             first_form = forms.setdefault(key, form_of_x)
-            report.check(
-                ENV_INFO_STAYS,
-                first_form in (None, form_of_x),
-                f"info[{key!r}] became {describe(x)}",
-            )
+            stays = first_form in (None, form_of_x)
+            report.check(ENV_INFO_STAYS, stays, f"info[{key!r}] became {describe(x)}")
     except ValueError as e:
-        report.add(
-            ENV_INFO_STAYS,
-            f"{type(e).__name__}: {e}",
-        )
+        report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
-# The resets after the last step. The steps before them may belong to one long episode, so what goes
-# wrong at a second reset may show only here.
+# The arguments of the resets after the last step. All steps before may belong to one long episode,
+# so a mistake of a second reset may show only here.
 _RESETS: Any = dict(), dict(options={}), dict(seed=1), dict()
-_AFTER_RESET = 8  # steps after each of them
+_AFTER_RESET = 8  # number of steps after each of these resets
 
 
 class _Player:
-    "Steps an environment, and checks each answer; `trace` lists the answers."
+    "Steps an environment and checks each answer; `trace` is the list of all answers."
 
     def __init__(self, report: Report, env: gym.Env, seed: int):
         self.report = report
@@ -170,16 +170,16 @@ class _Player:
         self.trace = []
 
     def checked(self, obs: Any) -> Any:
-        "The observation as arrays."
-        return _check_obs(
-            self.report,
-            obs,
-            self.env.observation_space,
-            self.obs_spec,
-        )
+        "Check an observation, and return it as arrays."
+        return _check_obs(self.report, obs, self.env.observation_space, self.obs_spec)
 
     def reset(self, last_obs: Any, **kwargs: Any) -> None:
-        "Reset, which must not change the observation `last_obs` (None: there is none)."
+        """Reset the environment, and check the answer.
+
+        Args:
+            last_obs: the last observation, which the reset must not change; None: there is none
+            **kwargs: arguments of the reset
+        """
         before = None if last_obs is None else self.checked(last_obs)
 
         with self.report.demand(ENV_RESET):
@@ -195,8 +195,10 @@ class _Player:
         )
 
     def step(self) -> Any:
-        "Step. Returns the observation, or None if the episode ended and was reset."
-        # The action may be any one of the space.
+        """Take a step with a random action, and check the answer.
+
+        Returns the observation, or None if the episode has ended and the environment was reset.
+        """
         with self.report.demand(ENV_STEP):
             last_obs, rew, term, trunc, info = self.env.step(self.draw_action())
             if not isinstance(info, dict):
@@ -206,21 +208,13 @@ class _Player:
         obs = self.checked(last_obs)
         number = np.array(rew)
         is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
-        self.report.check(
-            ENV_REWARD,
-            is_number,
-            describe(rew),
-        )
+        self.report.check(ENV_REWARD, is_number, describe(rew))
         for name, flag in (("terminated", term), ("truncated", trunc)):
             is_bool = isinstance(flag, (bool, np.bool_))
-            self.report.check(
-                ENV_FLAGS,
-                is_bool,
-                f"{name} is {describe(flag)}",
-            )
+            self.report.check(ENV_FLAGS, is_bool, f"{name} is {describe(flag)}")
         _check_info(self.report, info, self.info_forms)
 
-        # What another run with the same seed must repeat
+        # A second run with the same seed must repeat these values.
         ends = [bool(np.any(term)), bool(np.any(trunc))]
         self.trace.append((obs, number, *ends))
         if not any(ends):
@@ -233,13 +227,15 @@ def _play(report, env, n_steps, seed):
 
     Returns a list of the environment's answers, step by step.
     """
-    # The spaces are compared with those of the end.
+    # Copies of the spaces, which are compared with the spaces at the end
     player = _Player(report, env, seed)
     spaces = deepcopy((env.observation_space, env.action_space))
 
-    # Each reset gets the last observation of the steps before it.
+    # Pairs of the arguments of a reset and the number of steps after it
+    parts = [(dict(seed=seed), n_steps)]
+    parts += [(kwargs, _AFTER_RESET) for kwargs in _RESETS]
     last_obs = None
-    for n, kwargs in ((n_steps, dict(seed=seed)), *((_AFTER_RESET, x) for x in _RESETS)):
+    for kwargs, n in parts:
         player.reset(last_obs, **kwargs)
         for _ in range(n):
             last_obs = player.step()
@@ -253,12 +249,9 @@ def _play(report, env, n_steps, seed):
 
 # %% ../../nbs/testing/01_env_rules.ipynb #3ff3a13d
 def _random_actions(space, n_envs, device):
-    "A batch of actions `[1, B, ...]` of the space."
+    "Draw a batch of actions `[1, B, ...]` from the space."
     rows = sampled(space, n_envs, "act")
-    return nested.map(
-        lambda x: torch.from_numpy(x)[None].to(device),
-        rows,
-    )
+    return nested.map(lambda x: torch.from_numpy(x)[None].to(device), rows)
 
 
 def _check_numbers(report, batch, out):
@@ -270,7 +263,7 @@ def _check_numbers(report, batch, out):
         f"None, although an episode was truncated in {truncated.tolist()}",
     )
 
-    # Observations, the last ones of truncated episodes, and rewards, as rows [1, n, ...]
+    # Observations, last observations of truncated episodes, and rewards, as rows [1, n, ...]
     last_obs = [] if out.final is None else [x[None, truncated] for x in out.final]
     parts = (
         ("obs", batch.obs_check, [x[None] for x in out.obs]),
@@ -288,13 +281,9 @@ def _check_numbers(report, batch, out):
 
 def _play_tensors(report, env, n_steps, seed):
     "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
-    # The batch is what a pipeline uses to step such an environment.
+    # A pipeline steps such an environment by a `TensorBatch`, too.
     with report.demand(TENSOR_ENV_MADE):
-        batch = TensorBatch(
-            env,
-            np.random.SeedSequence(seed),
-            closes=False,
-        )
+        batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
     spaces = deepcopy((env.observation_space, env.action_space))
     actions = deepcopy(env.action_space)
     actions.seed(seed)
@@ -304,11 +293,7 @@ def _play_tensors(report, env, n_steps, seed):
         trace = [nested.snapshot(batch.begin())]
     for _ in range(n_steps):
         with report.demand(TENSOR_ENV_STEP), torch.no_grad():
-            act = _random_actions(
-                actions,
-                len(batch),
-                batch.device,
-            )
+            act = _random_actions(actions, len(batch), batch.device)
             _, act_for_env = batch.actions_for_env(act)
             out = batch.advance(act_for_env)
         _check_numbers(report, batch, out)
@@ -323,7 +308,15 @@ def _play_tensors(report, env, n_steps, seed):
 
 
 def _play_twice(report, rule, make, play, closes):
-    "Make an environment and play, twice, because the same seed must give the same answers."
+    """Make an environment and play, twice; the answers must be the same.
+
+    Args:
+        report: gets the broken rules
+        rule: the rule that `make` breaks if it raises an exception
+        make: function that returns a new environment
+        play: function of the environment that returns a list of its answers
+        closes: close the environment after playing
+    """
     traces = []
     for _ in range(2):
         with report.demand(rule):
@@ -335,13 +328,9 @@ def _play_twice(report, rule, make, play, closes):
                 with report.demand(ENV_CLOSE):
                     env.close()
 
-    # Step by step, because the first difference says most
+    # The answers are compared step by step, so that the report names the first step that differs.
     for t, (a, b) in enumerate(zip(*traces)):
-        report.check(
-            ENV_SEED,
-            same(a, b),
-            f"step {t} of the second run differs",
-        )
+        report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #49fc9816
 def check_env(
@@ -354,16 +343,19 @@ def check_env(
 ) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
-    If no rule is broken, it prints so and returns an empty list. It also prints how a training
-    keeps such an environment, see `keeper_for`, unless it is an instance.
+    If no rule is broken, the function prints so and returns an empty list. It also prints how a
+    training keeps the state of such an environment (see `keeper_for`), unless `env` is an instance.
+
+    A `SyncVectorEnv` or `AsyncVectorEnv` breaks the rule `ENV_MADE`, because it is no single
+    environment. One environment of each kind in it is checked, too.
 
     Args:
         env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its
-            class. Of a `SyncVectorEnv` or `AsyncVectorEnv` one environment of each kind is checked,
-            and the vector itself breaks the rule `ENV_MADE`
+            class
         env_kwargs: keyword arguments for `gymnasium.make`
-        n_steps: number of random steps; after them it is reset four times, with eight steps each.
-            Longer episodes need more steps, or their ends are not checked
+        n_steps: number of random steps. After them, the environment is reset four times, and takes
+            eight steps after each reset. If episodes are longer than `n_steps`, their ends are not
+            checked
         seed: seed of the environment and of the actions
         raises: False: print nothing, and return the violations instead of raising an error
 
@@ -382,37 +374,26 @@ def check_env(
         return report.close(factory, raises)
 
     is_lent = is_instance(env)
-    report.section(
-        _check_env,
-        report,
-        env,
-        env_kwargs,
-        n_steps,
-        seed,
-        is_lent,
-    )
+    report.section(_check_env, report, env, env_kwargs, n_steps, seed, is_lent)
     return report.close(env if is_lent else EnvFactory(env, env_kwargs), raises)
 
 
 def _check_tensor_env(report, factory, n_steps, seed):
-    "Check the environment that the factory makes, or lends."
+    "Check the `TensorEnv` that the factory makes, or the user's instance that it lends."
     make = partial(factory, seed)
     play = partial(_play_tensors, report, n_steps=n_steps, seed=seed)
-    report.section(
-        _play_twice,
-        report,
-        TENSOR_ENV_MADE,
-        make,
-        play,
-        not factory.lends,
-    )
+    closes = not factory.lends
+    report.section(_play_twice, report, TENSOR_ENV_MADE, make, play, closes)
     if not factory.lends and not report.violations:
         _check_resumable(report, make, seed)
 
 
 def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
-    "Check an environment, or one of each kind of those in a vector."
-    singles = []  # a maker for each kind of environment, if `make` meets a vector
+    """Check an environment, or one environment of each kind in a vector.
+
+    `is_lent` is True if `env` is an instance, which stays open.
+    """
+    singles = []  # if `make` gets a vector: a factory for each kind of environment in it
 
     def make():
         instance = env if is_lent else EnvFactory(env, env_kwargs)(seed)
@@ -424,41 +405,24 @@ def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
         raise TypeError(f"got {type(instance).__name__}")
 
     play = partial(_play, report, n_steps=n_steps, seed=seed)
-    report.section(
-        _play_twice,
-        report,
-        ENV_MADE,
-        make,
-        play,
-        not is_lent,
-    )
+    closes = not is_lent
+    report.section(_play_twice, report, ENV_MADE, make, play, closes)
 
     # A vector breaks the rule `ENV_MADE`, and its environments are checked one by one.
     for single in singles:
         _check_env(report, single, None, n_steps, seed, False)
     if not is_lent and not report.violations:
-        _check_resumable(
-            report,
-            lambda: EnvFactory(env, env_kwargs)(seed),
-            seed,
-        )
+        _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 
 
 def _check_resumable(report, make, seed):
-    "Check how a running environment can be kept, and note it."
-    # The way 'own' is that of `get_state` and `set_state`.
+    "Test how the state of a running environment can be kept, and note it in the report."
+    # The way with the name 'own' is by the environment's own `get_state` and `set_state`.
     keeper = keeper_for(make, seed)
-    report.check(
-        ENV_RESUMABLE,
-        "own" not in keeper.failed,
-        keeper.failed.get("own"),
-    )
-    report.check(
-        ENV_UNDISTURBED,
-        not keeper.disturbed,
-        keeper.alone,
-    )
+    report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
+    report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
 
+    # No rule demands that a process can have several of these environments, so this is a warning.
     if keeper.only:
         logging.getLogger("rollpipe").warning(keeper.alone)
     why = f" ({keeper.why})" if keeper.why else ""

@@ -55,7 +55,7 @@ FRAGMENT_STEPNO = (
 # %% ../../nbs/testing/03_pipe_rules.ipynb #9edf8cbf
 @contextmanager
 def _open(pipe):
-    "An iterator of `pipe`. At the end it is closed, if it has a method `close`."
+    "Open an iterator of `pipe` for a `with` block. It is closed after the block, if it can be."
     stream = iter(pipe)
     try:
         yield stream
@@ -66,28 +66,28 @@ def _open(pipe):
 
 
 def _first(pipe, n):
-    "Copies of the first `n` items."
+    "Return copies of the first `n` items."
     with _open(pipe) as stream:
         return [nested.snapshot(item) for item in islice(stream, n)]
 
 
 def _check_stream(report, rule, make, n, expected):
-    "Compare the first `n` items of the pipe that `make` returns with the expected ones."
-    # An error while it runs breaks the same rule.
+    """Compare the first `n` items of a pipe with the expected items.
+
+    Args:
+        report: gets a broken rule
+        rule: the rule that a difference breaks, or an exception
+        make: function that returns the pipe
+        n: number of items
+        expected: copies of the expected items
+    """
     with report.demand(rule):
         items = _first(make(), n)
     n_items = len(items)
-    report.check(
-        rule,
-        n_items == len(expected),
-        f"{n_items} items instead of {len(expected)}",
-    )
+    is_complete = n_items == len(expected)
+    report.check(rule, is_complete, f"{n_items} items instead of {len(expected)}")
     for k, (a, b) in enumerate(zip(items, expected)):
-        report.check(
-            rule,
-            same(a, b),
-            f"item {k} differs",
-        )
+        report.check(rule, same(a, b), f"item {k} differs")
 
 
 def _check_length(report, pipe):
@@ -97,23 +97,17 @@ def _check_length(report, pipe):
     except TypeError:
         return
     except Exception as e:
-        return report.add(
-            PIPE_LENGTH,
-            f"{type(e).__name__}: {e}",
-        )
+        return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
 
+    # One item more than `n` is enough to know that there are too many.
     with report.demand(PIPE_LENGTH), _open(pipe) as stream:
         n_items = sum(1 for _ in islice(stream, n + 1))
     amount = "more" if n_items > n else n_items
-    report.check(
-        PIPE_LENGTH,
-        n_items == n,
-        f"len() is {n}, but there are {amount} items",
-    )
+    report.check(PIPE_LENGTH, n_items == n, f"len() is {n}, but there are {amount} items")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
 class _From(Pipe):
-    "Leaves out the first `first` items, and calls `note()` with each item that it passes on."
+    "Leaves out the first `first` items, and calls `note()` for each item that it passes on."
 
     def __init__(self, pipe: IterDataPipe, first: int, note: Callable):
         super().__init__(pipe)
@@ -127,12 +121,17 @@ class _From(Pipe):
 
 
 def _with_inputs_from(pipe, firsts=None):
-    """The graph whose last pipe reads its inputs from the items `firsts` on.
+    """Copy a graph, so that the last pipe does not get the first items of its inputs.
 
-    Also returns a list that counts the items of each input up to the last one that was read.
+    Returns the copy, and a list with one number for each input: how many of its items have been
+    read or left out so far.
+
+    Args:
+        pipe: the last pipe of the graph
+        firsts: for each input, the number of items that are left out; None: no items
     """
-    # `Lanes` copies what is above it, and keeps the state of the copies. So it reads its input from
-    # the beginning.
+    # `Lanes` copies the pipes above it and keeps their states, so it needs its input from the first
+    # item on.
     sources = [] if getattr(pipe, "copies_above", False) else inputs(pipe)
     firsts = firsts or [0] * len(sources)
     counts = list(firsts)
@@ -143,38 +142,38 @@ def _with_inputs_from(pipe, firsts=None):
 
         # Each edit copies the graph, so the input is looked up again.
         make = partial(_From, first=first, note=note)
-        pipe = _insert_after(
-            pipe,
-            inputs(pipe)[i],
-            make,
-        )
+        pipe = _insert_after(pipe, inputs(pipe)[i], make)
     return pipe, counts
 
 
 def _insert_after(pipe, source, make):
-    "A copy of the graph with the pipe that `make` returns behind `source`."
+    "Copy the graph, with the pipe that `make` returns inserted after `source`."
     return insert_after(pipe, lambda p: p is source, make)
 
 
 def _can_resume(pipe):
-    "Whether the pipe promises that another one can continue from its state."
+    "Whether the pipe promises that another pipe can continue from its state."
     if not isinstance(pipe, Pipe) or pipe.not_kept():
         return False
     return not (getattr(pipe, "copies_above", False) and unknown_states(pipe))
 
 
 def _check_resumes(report, make, k, expected):
-    """Cut the stream of a pipe after `k` items, and let another pipe continue.
+    """Stop a pipe after `k` items, let another pipe continue, and compare its items.
 
-    Its items are compared with the expected ones.
+    Args:
+        report: gets a broken rule
+        make: function that returns a new, equal pipe at each call
+        k: number of items before the cut
+        expected: copies of the items of an uninterrupted stream
     """
     pipe, counts = _with_inputs_from(make())
     if not _can_resume(pipe):
         return
     rest = expected[k:]
 
-    # The state after `k` items, and another pipe that gets it. Its inputs begin with the item after
-    # those that the first pipe has read.
+    # The state after `k` items is given to another pipe. The inputs of this pipe begin after the
+    # items that the first pipe has read.
     with report.demand(PIPE_RESUMABLE):
         with _open(pipe) as stream:
             for _ in range(k):
@@ -182,7 +181,7 @@ def _check_resumes(report, make, k, expected):
             state = pipe.get_state()
             weights = deepcopy(pipe.state_dict()) if hasattr(pipe, "load_state_dict") else None
             n_read = list(counts)
-            next(stream, None)  # this must not change the state
+            next(stream, None)  # a further item must not change the state that was taken
 
         pipe, _ = _with_inputs_from(make(), n_read)
         if weights is not None:
@@ -191,7 +190,7 @@ def _check_resumes(report, make, k, expected):
             pipe.set_state(state)
         items = _first(pipe, len(rest))
 
-    # The first item that differs is named, or the number of items.
+    # The report names the first item that differs, or else a wrong number of items.
     problems = []
     for i, (item, expected_item) in enumerate(zip(items, rest), k):
         path = _differs(expected_item, item)
@@ -208,38 +207,36 @@ def _check_resumes(report, make, k, expected):
 
 
 def _differs(a, b):
-    "The path of the first leaf in which two items differ; None if they are the same."
+    "Find the path of the first leaf in which two items differ; None if they are the same."
     if same(a, b):
         return None
     leaves = zip(nested.items(a, "item"), nested.leaves(b))
-    return next(
-        (path for (path, x), y in leaves if not same(x, y)),
-        "the structure",
-    )
+    return next((path for (path, x), y in leaves if not same(x, y)), "the structure")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #039e11c3
 class _Probe(Pipe):
-    "Calls `notes(1)` when its iteration begins, and `notes(-1)` when it ends."
+    "Calls `count(1)` when its iteration begins, and `count(-1)` when it ends."
 
-    def __init__(self, pipe: IterDataPipe, notes: Callable):
+    def __init__(self, pipe: IterDataPipe, count: Callable):
         super().__init__(pipe)
-        self.notes = notes
+        self.count = count
 
     def stream(self, items):
-        self.notes(1)
+        self.count(1)
         try:
             yield from items
         finally:
-            self.notes(-1)
+            self.count(-1)
 
 
 def _check_closes(report, pipe):
-    "Count the sources that stay open after an iteration has been broken off."
+    "Check that no source stays open after an iteration is stopped before its end."
     if not inputs(pipe):
-        return  # a source has no pipes above it to close
+        return  # a source has no pipes above it that must be closed
     n_open = 0
 
-    def notes(change):
+    # The probes call this when their iterations begin and end.
+    def count(change):
         nonlocal n_open
         n_open += change
 
@@ -247,26 +244,19 @@ def _check_closes(report, pipe):
         return find(pipe, lambda p: not inputs(p))
 
     with report.demand(PIPE_CLOSES):
-        # An edit copies the graph, but keeps the order of the sources.
+        # A probe after each source. Each edit copies the graph, and `sources()` are those of the
+        # last copy, in the same order.
         for k in range(len(sources())):
-            pipe = _insert_after(
-                pipe,
-                sources()[k],
-                partial(_Probe, notes=notes),
-            )
+            pipe = _insert_after(pipe, sources()[k], partial(_Probe, count=count))
         with _open(pipe) as stream:
             next(stream, None)
         del stream
         gc.collect()
-        report.check(
-            PIPE_CLOSES,
-            n_open == 0,
-            f"{n_open} of the sources stayed open",
-        )
+        report.check(PIPE_CLOSES, n_open == 0, f"{n_open} of the sources stayed open")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
 def _check_fragment(report, fragment):
-    "Check shapes, ends of episodes, and the numbers of steps."
+    "Check the shapes of a fragment, the ends of its episodes, and its step numbers."
     for rule, check in (
         (FRAGMENT_SHAPES, check_shapes),
         (FRAGMENT_TERM, check_term),
@@ -280,12 +270,12 @@ def _check_fragment(report, fragment):
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
     """Check a pipe by the `PIPE_...` rules.
 
-    If it yields `Fragment`s, they are checked by the `FRAGMENT_...` rules. If no rule is broken, it
-    prints so and returns an empty list.
+    If the pipe yields `Fragment`s, they are checked by the `FRAGMENT_...` rules. If no rule is
+    broken, the function prints so and returns an empty list.
 
     Args:
         make_pipe: function that makes the pipe with its sources; each call makes an equal pipe
-        n_items: number of items to look at
+        n_items: number of items that are checked
         raises: False: print nothing, and return the violations instead of raising an error
 
     Raises:
@@ -301,20 +291,18 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)
-    return report.close(
-        getattr(make_pipe, "__name__", type(make_pipe).__name__),
-        raises,
-    )
+    name = getattr(make_pipe, "__name__", type(make_pipe).__name__)
+    return report.close(name, raises)
 
 
 def _check_pipe(report, make_pipe, n):
-    "The sections of the check."
+    "Run all checks."
     with report.demand(PIPE_MADE):
         pipe = make_pipe()
         if not isinstance(pipe, IterDataPipe):
             raise TypeError(f"got {describe(pipe)}")
 
-    # The items, and copies of them as they were when they were yielded
+    # `copies` are the items as they were when the pipe yielded them.
     with report.demand(PIPE_RUNS):
         items = []
         copies = []
@@ -324,13 +312,9 @@ def _check_pipe(report, make_pipe, n):
                 copies.append(nested.snapshot(item))
     for k, (item, copy) in enumerate(zip(items, copies)):
         unchanged = same(item, copy)
-        report.check(
-            PIPE_ITEMS_KEPT,
-            unchanged,
-            f"item {k} changed while the next were made",
-        )
+        report.check(PIPE_ITEMS_KEPT, unchanged, f"item {k} changed while the next were made")
 
-    # Other pipes, and the same one again, give the same stream.
+    # The same pipe again, an equal one and copies must give the same stream.
     again = (
         (PIPE_BEGINS_ANEW, lambda: pipe),
         (PIPE_SEEDED, make_pipe),
@@ -338,18 +322,11 @@ def _check_pipe(report, make_pipe, n):
         (PIPE_COPIES, lambda: cloudpickle.loads(cloudpickle.dumps(make_pipe()))),
     )
     for rule, make in again:
-        report.section(
-            _check_stream,
-            report,
-            rule,
-            make,
-            n,
-            copies,
-        )
+        report.section(_check_stream, report, rule, make, n, copies)
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
 
-    # Only a stream that is always the same can be resumed.
+    # Resuming is checked only if no rule is broken, because it needs equal streams.
     if not report.violations:
         for k in range(1, len(copies)):
             report.section(_check_resumes, report, make_pipe, k, copies)

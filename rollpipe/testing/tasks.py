@@ -18,23 +18,26 @@ __all__ = ['NarrowPath', 'Steering', 'Gates', 'Recall', 'Luck', 'BitFlip', 'Poin
 
 # %% ../../nbs/testing/04_tasks.ipynb #4fd401b5
 class NarrowPath(gym.Env):
-    """A path of `length` places.
+    """A path with `length` steps, of which only the last one is rewarded.
 
-    Action 1 is a step along it and costs `cost / length`; the last step pays 1. Action 0 gives up.
+    Action 1 is a step along the path and costs `cost / length`; the last step also pays 1. Action 0
+    gives up. The last step and giving up terminate the episode. The observation is the place, from
+    0 to `length`.
 
-    Both the last step and giving up terminate the episode. The observation is the place. A policy
-    that goes on with probability p has the value, with q = p gamma and m = length - place steps to
-    go,
+    Consider a policy that takes a step with probability p. At a place with m = length - place steps
+    to go, and with q = p gamma, it has the value
 
         V(place) = p q^(m-1) - p cost / length (1 - q^m) / (1 - q)
 
-    The best policy goes on (p = 1) wherever that has a positive value, and gives up elsewhere. The
-    best return is 1 - cost. The path is the rewarding line of the "deep sea" in Osband and others,
-    *Behaviour suite for reinforcement learning*, 2019, https://arxiv.org/abs/1908.03568; leaving
-    the line ends the episode here, because nothing can be earned any more.
+    The best policy takes steps (p = 1) where their value is positive, and gives up elsewhere. The
+    best return is 1 - cost.
+
+    Source: Osband et al. 2019, *Behaviour suite for reinforcement learning*,
+    https://arxiv.org/abs/1908.03568. The path is the rewarded diagonal of its environment "deep
+    sea". Leaving the path ends the episode here, because nothing can be earned any more.
 
     Args:
-        length: number of steps to the end; a random policy gets there in one of 2**length episodes
+        length: number of steps to the end; a random policy reaches it in one of 2**length episodes
         cost: cost of the whole path, less than 1
     """
 
@@ -74,50 +77,48 @@ class NarrowPath(gym.Env):
         Args:
             obs: places [...], integers, tensor or array
             gamma: discount factor
-            p: probability with which the policy goes on; None: the best policy
+            p: probability with which the policy takes a step; None: the best policy
         """
-        p_on = 1.0 if p is None else p
-        q = gamma * p_on
+        p_step = 1.0 if p is None else p
+        q = gamma * p_step
 
-        # At the end there are no steps to go. One in their place avoids negative powers of 0.
+        # At the end, `m` is set to 1 instead of 0, which avoids negative powers of 0. The factor
+        # `is_ahead` makes the value there 0.
         m = self.length - obs
         is_ahead = m > 0
         m = m * is_ahead + (m <= 0)
 
         discounted_steps = m if q == 1 else (1 - q**m) / (1 - q)
         cost = self.cost / self.length * discounted_steps
-        value = p_on * (q ** (m - 1) - cost) * is_ahead
+        value = p_step * (q ** (m - 1) - cost) * is_ahead
+
+        # The best policy gives up where steps have a negative value.
         return value * (value > 0) if p is None else value
 
 # %% ../../nbs/testing/04_tasks.ipynb #6bc84d55
 class Steering(gym.Env):
     """A point x on a line, pushed by the action a in [-1, 1]: x' = x + a.
 
-    The reward is -(x^2 + effort a^2).
+    The reward is -(x^2 + effort a^2). The observation is x, which is uniform in [-1, 1] at the
+    start. Episodes never terminate; they are truncated after `max_steps`.
 
-    The observation is x, at first uniform in [-1, 1]. Nothing terminates; episodes are truncated
-    after `max_steps`. A policy a = -gain x has the value, as long as no action is beyond the
-    limits,
+    While no action is beyond its limits, a policy a = -gain x has the value
 
         V(x) = -(1 + effort gain^2) / (1 - gamma (1 - gain)^2) x^2
 
-    The best gain is gamma P / (effort + gamma P), where P solves the Riccati equation P = 1 + gamma
-    P effort / (effort + gamma P), and V(x) = -P x^2 is the best value. It never pushes beyond the
-    limits. With an effort of 2 and gamma = 1, P = 2 and the gain is 1/2.
+    The best value is V(x) = -P x^2, where P solves the Riccati equation P = 1 + gamma P effort /
+    (effort + gamma P). The best gain is gamma P / (effort + gamma P). No action of the best policy
+    is beyond the limits. With an effort of 2 and gamma = 1, P is 2 and the best gain is 1/2.
 
-    This is the scalar case of linear dynamics with quadratic costs: Bertsekas, *Dynamic programming
-    and optimal control*, volume 1.
+    Source: Bertsekas, *Dynamic programming and optimal control*, volume 1. This is the scalar case
+    of linear dynamics with quadratic costs.
 
     Args:
         effort: weight of the action's square, positive
         max_steps: length of an episode
     """
 
-    observation_space = Box(
-        -np.inf,
-        np.inf,
-        (1,),
-    )
+    observation_space = Box(-np.inf, np.inf, (1,))
     action_space = Box(-1, 1, (1,))
 
     def __init__(self, effort: float = 2.0, max_steps: int = 20):
@@ -140,23 +141,18 @@ class Steering(gym.Env):
         return np.array([self.x], np.float32), {}
 
     def step(self, action: Any) -> tuple:
-        a = float(
-            np.clip(
-                action[0],
-                -1,
-                1,
-            )
-        )
+        a = float(np.clip(action[0], -1, 1))
         reward = -(self.x**2 + self.effort * a**2)
         self.x = self.x + a
         self.count = self.count + 1
         return np.array([self.x], np.float32), reward, False, self.count == self.max_steps, {}
 
     def best_gain(self, gamma: float = 1.0) -> float:
-        "The best policy is a = -best_gain x."
+        "The gain of the best policy, a = -gain x."
         e = self.effort
 
-        # The Riccati equation is gamma P^2 - b P - e = 0; this form of its root suits gamma = 0.
+        # The Riccati equation is gamma P^2 - b P - e = 0. Its root is written so that it does not
+        # divide by gamma, which may be 0.
         b = gamma + gamma * e - e
         p = 2 * e / ((b**2 + 4 * gamma * e) ** 0.5 - b)
         return gamma * p / (e + gamma * p)
@@ -175,7 +171,7 @@ class Steering(gym.Env):
         if gain is None:
             gain = self.best_gain(gamma)
 
-        # The factor of the discounted x^2 from one step to the next
+        # The factor by which the discounted x^2 changes in each step
         factor = gamma * (1 - gain) ** 2
         if not factor < 1:
             raise DataError(
@@ -191,16 +187,18 @@ class Steering(gym.Env):
 class Gates(gym.Env):
     """A row of `length` gates. The action is one of `n_keys` keys.
 
-    The key that fits opens the gate and pays `1 / length`, another one ends the episode. A mask,
-    `action_mask`, allows two keys at each gate: number `gate % n_keys` and the next one. The first
-    fits at even gates, the second at odd ones. A forbidden key ends the episode with the reward -1.
-    Behind the last gate the episode terminates, and nothing is allowed. A policy that obeys the
-    mask and takes the fitting key with probability p has the value, with q = p gamma and m = length
-    - gate gates to go,
+    The key that fits opens the gate and pays `1 / length`. Any other key ends the episode. A mask
+    of actions, `action_mask`, allows two keys at each gate: number `gate % n_keys` and the next
+    one. At even gates the first of them fits, at odd gates the second. A key that is not allowed
+    ends the episode with the reward -1. After the last gate the episode terminates, and no key is
+    allowed. The observation is the number of the gate.
+
+    Consider a policy that takes only allowed keys, and the one that fits with probability p. With
+    m = length - gate gates to go, and with q = p gamma, it has the value
 
         V(gate) = p / length (1 - q^m) / (1 - q)
 
-    The best return is 1. The observation is the gate.
+    The best return is 1.
 
     Args:
         length: number of gates
@@ -220,7 +218,7 @@ class Gates(gym.Env):
             self.observation_space = Dict(gate=self.observation_space, action_mask=mask)
 
     def mask(self) -> np.ndarray:
-        "Which keys are allowed, int8 `[n_keys]`."
+        "The mask of the present gate, int8 `[n_keys]`: 1 for keys that are allowed."
         mask = np.zeros(self.n_keys, np.int8)
         if self.gate < self.length:
             first = self.gate % self.n_keys
@@ -228,7 +226,7 @@ class Gates(gym.Env):
         return mask
 
     def fitting(self, gate: int) -> int:
-        "The key that fits."
+        "The key that fits the gate."
         return (gate + gate % 2) % self.n_keys
 
     def _look(self):
@@ -248,12 +246,12 @@ class Gates(gym.Env):
         return self._look()
 
     def step(self, action: Any) -> tuple:
-        # A forbidden key never fits.
+        # The key that fits is always allowed.
         fits = bool(action == self.fitting(self.gate))
         is_allowed = bool(self.mask()[action])
         reward = fits / self.length if is_allowed else -1.0
 
-        # Behind the gate, if the key fits
+        # A key that fits leads to the next gate.
         self.gate += fits
         obs, info = self._look()
         return obs, reward, not fits or self.gate == self.length, False, info
@@ -276,9 +274,10 @@ class Gates(gym.Env):
 class Recall(gym.Env):
     """A cue, one of `n_cues`, is shown at the first step, and asked for `delay` steps later.
 
-    The observation is one-hot: nothing, the cues, the question. The answer earns 1 if it is right
-    and -1 if not, and ends the episode; actions before it have no effect. So the best return is 1,
-    and without memory it is 2 / n_cues - 1 in the mean.
+    The observation is one-hot: first "nothing is shown", then the cues, then the question. The
+    action after the question is the answer, which ends the episode. It earns 1 if it is the number
+    of the cue, or else -1. Actions before the question have no effect. So the best return is 1. The
+    best mean return without memory is 2 / n_cues - 1.
 
     Args:
         delay: number of steps from the cue to the question
@@ -289,11 +288,7 @@ class Recall(gym.Env):
         super().__init__()
         self.delay = check_integer("delay", delay, pipe=self)
         self.n_cues = check_integer("n_cues", n_cues, 2, pipe=self)
-        self.observation_space = Box(
-            0,
-            1,
-            (n_cues + 2,),
-        )
+        self.observation_space = Box(0, 1, (n_cues + 2,))
         self.action_space = Discrete(n_cues)
 
     def reset(
@@ -313,13 +308,13 @@ class Recall(gym.Env):
             reward = 1.0 if action == self.cue else -1.0
             return self._look(0), reward, True, False, {}
 
-        # Until then nothing is shown, and at last the question.
+        # Before the question, nothing is shown.
         self.count += 1
         is_asked = self.count == self.delay
         return self._look(self.n_cues + 1 if is_asked else 0), 0.0, False, False, {}
 
     def _look(self, i):
-        "The observation with a one at place `i`."
+        "Return the observation with a one at index `i`."
         return np.eye(self.n_cues + 2, dtype=np.float32)[i]
 
 
@@ -327,12 +322,12 @@ gym.register("Recall-v0", "rollpipe.testing.tasks:Recall")
 
 # %% ../../nbs/testing/04_tasks.ipynb #ff192de6
 class Luck(gym.Env):
-    """At each step the action has to equal a cue, 0 or 1, which pays 1.
+    """At each step, an action that equals the cue, 0 or 1, earns 1.
 
-    Each step also pays the luck of the episode, a normal number with standard deviation `scale`,
+    Each step also earns the luck of the episode, a normal number with standard deviation `scale`,
     which no action changes. The observation is a Dict: the cue `[2]`, one-hot, and the luck `[1]`,
-    both float32. An episode never terminates: it is truncated after `length` steps. A policy that
-    is right with probability p has the value
+    both float32. Episodes never terminate; they are truncated after `length` steps. A policy that
+    takes the right action with probability p has the value
 
         V(luck) = (luck + p) / (1 - gamma)
 
@@ -352,6 +347,7 @@ class Luck(gym.Env):
         self.scale = scale
 
     def _observation(self):
+        "Draw a new cue, and return the observation."
         self.cue = int(self.np_random.integers(2))
         return dict(cue=np.eye(2, dtype=np.float32)[self.cue], luck=self.luck)
 
@@ -387,10 +383,10 @@ gym.register("Luck-v0", "rollpipe.testing.tasks:Luck")
 
 # %% ../../nbs/testing/04_tasks.ipynb #01176378
 class BitFlip(gym.Env):
-    """`n` bits, of which each action flips one, until they are those of the goal.
+    """`n` bits, of which each action flips one, until they equal the bits of the goal.
 
-    An episode has at most `n` steps. A random policy meets about `n` of the `2 ** n` states in an
-    episode. The best return is 1 minus the number of bits that differ.
+    An episode has at most `n` steps. So a random policy sees only about `n` of the `2 ** n` states
+    in an episode. The best return is 1 minus the number of bits that differ at the start.
 
     Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
     https://arxiv.org/abs/1707.01495, section 3.1.
@@ -399,14 +395,10 @@ class BitFlip(gym.Env):
         n: number of bits
     """
 
-    ends = True  # does an episode end where the goal is achieved?
+    ends = True  # whether the episode terminates when the goal is achieved
 
     def __init__(self, n: int = 12):
-        self.n = self.max_steps = check_integer(
-            "n",
-            n,
-            pipe=self,
-        )
+        self.n = self.max_steps = check_integer("n", n, pipe=self)
         self._set_spaces(MultiBinary(n), Discrete(n))
 
     def _set_spaces(self, goals, actions):
@@ -414,12 +406,15 @@ class BitFlip(gym.Env):
         self.action_space = actions
 
     def _draw(self) -> Any:
+        "Draw a state, or a goal."
         return self.np_random.integers(2, size=self.n).astype(np.int8)
 
     def _moved(self, action):
+        "The state after the action."
         return self.here ^ (np.arange(self.n) == action)
 
     def _is_reached(self, achieved, desired):
+        "Whether each of the achieved goals `[..., n]` counts as the desired one, bool `[...]`."
         return (achieved == desired).all(-1)
 
     def _obs(self):
@@ -428,11 +423,7 @@ class BitFlip(gym.Env):
     def compute_reward(
         self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
     ) -> np.ndarray:
-        return np.where(
-            self._is_reached(achieved_goal, desired_goal),
-            0.0,
-            -1.0,
-        )
+        return np.where(self._is_reached(achieved_goal, desired_goal), 0.0, -1.0)
 
     def compute_terminated(
         self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
@@ -452,36 +443,24 @@ class BitFlip(gym.Env):
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
-        # The new state is rewarded by the function that also rewards it for other goals, in
-        # hindsight.
+        # Reward and termination come from the functions that a learner also calls with other goals,
+        # in hindsight.
         self.here = self._moved(action)
         self.count = self.count + 1
-        reward = float(
-            self.compute_reward(
-                self.here,
-                self.goal,
-                {},
-            )
-        )
-        terminated = bool(
-            self.compute_terminated(
-                self.here,
-                self.goal,
-                {},
-            )
-        )
+        reward = float(self.compute_reward(self.here, self.goal, {}))
+        terminated = bool(self.compute_terminated(self.here, self.goal, {}))
         truncated = self.count == self.max_steps
         return self._obs(), reward, terminated, truncated, dict(is_success=reward + 1)
 
 
 class PointReach(BitFlip):
-    """A point in the square from -1 to 1, and a place that it has to reach.
+    """A point in the square from -1 to 1 that has to reach a place, and stay there.
 
-    It moves by a tenth of the action in each direction. Episodes have 50 steps, so it has to stay
-    there, as in the Fetch tasks of gymnasium-robotics.
+    Each component of the action moves the point by a tenth of its value. An episode does not end
+    when the place is reached, but after 50 steps, as in the Fetch tasks of gymnasium-robotics.
 
     Args:
-        radius: distance from the place that counts as reached
+        radius: the place counts as reached if the point is nearer than this
     """
 
     ends = False
@@ -489,10 +468,7 @@ class PointReach(BitFlip):
 
     def __init__(self, radius: float = 0.05):
         self.radius = radius
-        self._set_spaces(
-            Box(-1, 1, (2,)),
-            Box(-1, 1, (2,)),
-        )
+        self._set_spaces(Box(-1, 1, (2,)), Box(-1, 1, (2,)))
 
     def _draw(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
@@ -505,11 +481,8 @@ class PointReach(BitFlip):
         return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 
 
-# The ids `rollpipe.testing:BitFlip-v0` and `rollpipe.testing:PointReach-v0`. gymnasium warns of an
-# id that is registered twice.
+# Register the ids `rollpipe.testing:BitFlip-v0` and `rollpipe.testing:PointReach-v0`. An id that
+# is registered is left out, because gymnasium warns if it is registered again.
 for env in (BitFlip, PointReach):
     if f"{env.__name__}-v0" not in gym.registry:
-        gym.register(
-            f"{env.__name__}-v0",
-            f"rollpipe.testing.tasks:{env.__name__}",
-        )
+        gym.register(f"{env.__name__}-v0", f"rollpipe.testing.tasks:{env.__name__}")
