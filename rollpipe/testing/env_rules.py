@@ -273,9 +273,10 @@ def _check_numbers(report, batch, out):
     for name, check, leaves in parts:
         wrong = check.find(leaves) if leaves else None
         if wrong is not None:
+            b = int(truncated[wrong.b]) if name == "final_obs" else wrong.b
             report.add(
                 TENSOR_ENV_NUMBERS,
-                f"{name}: {wrong.leaf} is {wrong.value.tolist()} in environment {wrong.b}",
+                f"{name}: {wrong.leaf} is {wrong.value.tolist()} in environment {b}",
             )
 
 
