@@ -363,7 +363,7 @@ class OnnxEngine:
         return where
 
     def _bind_moved(self, where) -> bool:
-        """Bind the weights that `_where` has described, if it is only their addresses that changed.
+        """Bind the weights that `_where` has described, if only their addresses have changed.
 
         Returns False, and binds nothing, if a shape or dtype has changed.
         """

@@ -751,7 +751,7 @@ class _Restore:
         return is_array and (x.dtype, [*x.shape], [*x.strides]) == (dtype, shape, strides)
 
     def _memory(self, k, place, device):
-        """The memory of entry `k`. All arrays of the entry are views of it.
+        """The memory of entry `k`. All arrays that refer to this entry are views of it.
 
         This is the memory `place`, if it has the same size and has not become that of another
         entry.

@@ -528,8 +528,8 @@ class MinariSource(Source):
 
     def _play(self, rows, b, column, episode):
         "Write the episodes of column `b` into the rows, also that of the step before row 0."
-        # `column` is sorted by the first row of each episode. `(row,)` comes before all `(row,
-        # episode)`.
+        # `column` is sorted by the first row of each episode. In this order, `(row,)` comes before
+        # each `(row, episode)`.
         first = max(0, bisect_left(column, (rows.first,)) - 1)
         end = bisect_left(column, (rows.stop,))
         for k in range(first, end):

@@ -407,7 +407,11 @@ def _compressed(data: bytes) -> bytes:
 
 
 def _decompressed(content: bytes) -> bytes:
-    "Raises `ValueError` if the data have more bytes than allowed, and the errors of gzip."
+    """The data in the content of a compressed file.
+
+    Raises `ValueError` if they have more bytes than a file of this size may have, and the errors of
+    gzip.
+    """
     limit = min(MOST, most_bytes(len(content)))
     data = gzip.GzipFile(fileobj=io.BytesIO(content)).read(limit + 1)
     if len(data) > limit:

@@ -190,11 +190,12 @@ def replayed_item(record: Record, name: str) -> Any:
 class Replayer(Source):
     """The items of a recording, without an environment.
 
-    With a pipe to compare, `against`, it yields the items of that pipe. In `Lanes(Replayer(path),
-    n)` each lane yields the items that this lane recorded. Without `Lanes`, the recorded lanes take
-    turns, as `Lanes` yields them. A tick gives the answers that were recorded. A `Replayed` yields
-    the samples that were read when it was recorded, and its `memory` is None. Tensors are on the
-    CPU. Reading executes nothing. The module of a named tuple must be imported before.
+    With a pipe to compare, `against`, it yields the items of that pipe. Above `Lanes`, as in
+    `Lanes(Replayer(path), n)`, each lane yields the items that this lane recorded. Without `Lanes`,
+    the recorded lanes take turns, as `Lanes` yields them. A tick gives the answers that were
+    recorded. A `Replayed` yields the samples that were read when it was recorded, and its `memory`
+    is None. Tensors are on the CPU. Reading executes nothing. The module of a named tuple must be
+    imported before.
 
     Raises `DataError` if there is no recording, if it has more lanes than are played, and for the
     first item that differs from `against`, with the leaf. Raises `CheckpointError`, which names the

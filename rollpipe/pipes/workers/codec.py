@@ -210,8 +210,7 @@ def copy_arrays(into: list, arrays: list, small_tensors: bool = False) -> None:
 def copy_tensor(into: torch.Tensor, x: torch.Tensor) -> None:
     "Copy `x` into a tensor of the same shape and dtype."
     # Copying bytes is faster than copying elements, if both tensors are contiguous. A tensor of one
-    # element counts as contiguous with any stride, but cannot always
-    # be viewed as bytes.
+    # element counts as contiguous with any stride, but cannot always be viewed as bytes.
     if (
         x.numel() > 1
         and into.is_contiguous()

@@ -224,7 +224,7 @@ class Coordinator:
         opened = {lane: seam.open_lane(lane, self.state) for lane in lanes}
         graphs = {lane: graph for lane, (graph, _) in opened.items()}
 
-        # `stateless` has texts which say why lanes have no state. If they all have one, and
+        # `stateless` has texts which say why lanes have no state. If all lanes have a state, and
         # restarts are allowed, each reply has the state of its lane, so that a restarted lane can
         # continue from it.
         self.stateless = list(chain.from_iterable(map(unknown_states, graphs.values())))
