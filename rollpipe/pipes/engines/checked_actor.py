@@ -229,13 +229,7 @@ class CheckedActor:
         self.looks_back = getattr(actor, "uses_past", True)
         mask = getattr(actor, "action_mask", None)
         self.action_mask = mask if isinstance(mask, ActionMask) else None
-        self.seeded = SeededActor(
-            actor,
-            len(envs),
-            seed,
-            explore,
-            envs.device,
-        )
+        self.seeded = SeededActor(actor, len(envs), seed, explore, envs.device)
         self.answers = AnswerCheck(actor, envs, envs.where)
         self.calling_step = self.answers.calling("step")
 
@@ -270,12 +264,7 @@ class CheckedActor:
 
         if not isinstance(act, torch.Tensor):
             act = in_containers(act, self.envs.act_spec)
-        self.answers.check(
-            act,
-            hx,
-            info,
-            seen.fin.shape[1],
-        )
+        self.answers.check(act, hx, info, seen.fin.shape[1])
         return act, hx, info
 
     def check_mask(self, obs: Any, acting: Any = True) -> None:
@@ -288,11 +277,7 @@ class CheckedActor:
         culprit = self.action_mask.find(obs, acting)
         if culprit is not None:
             b, *details = culprit
-            error = no_action(
-                EnvError,
-                self.envs.name(b),
-                *details,
-            )
+            error = no_action(EnvError, self.envs.name(b), *details)
             raise error.locate(**self.envs.where)
 
     def engine(self, choice: str, state: State, hx: Any) -> Any:
@@ -323,12 +308,7 @@ class CheckedActor:
             return hx
         with self.eval_mode, self.answers.calling("reset"):
             hx = self.actor.reset(hx, at)
-        self.answers.check_part(
-            "hx",
-            hx,
-            len(self.envs),
-            "reset",
-        )
+        self.answers.check_part("hx", hx, len(self.envs), "reset")
 
         # The initial state may be a parameter of the actor, which a learner changes in place.
         return nested.map(lambda x: x.detach().clone(), hx)
@@ -373,12 +353,7 @@ def engine_used(actor: Any, n_envs: int = 1) -> str:
     # A first answer shows the form of the actor's actions, reports and recurrent state.
     noise = {"noise": None} if hasattr(actor, "draw_noise") else {}
     with EvalMode(actor), torch.random.fork_rng(devices=[]):
-        act, hx, info = actor.step(
-            *map(as_input, state),
-            hx=None,
-            virtual=True,
-            **noise,
-        )
+        act, hx, info = actor.step(*map(as_input, state), hx=None, virtual=True, **noise)
     zeros = nested.map(lambda x: np.zeros_like(x[0].cpu().numpy()), act)
     state = state._replace(act=zeros)
 

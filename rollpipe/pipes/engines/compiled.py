@@ -42,11 +42,7 @@ def check_answers(name: str, answer: tuple, expected: tuple) -> None:
         expected: (act, info, hx) from the actor, tensors
     """
     for part, tree, like in zip(("act", "info", "hx"), answer, expected):
-        leaves = zip(
-            nested.paths(like, part),
-            nested.leaves(tree),
-            nested.leaves(like),
-        )
+        leaves = zip(nested.paths(like, part), nested.leaves(tree), nested.leaves(like))
         for leaf, x, y in leaves:
             y = y.detach().numpy()
             tolerance = TOLERANCE if y.dtype.kind == "f" else 0
@@ -90,19 +86,10 @@ def check_engine_alike(engine: Any) -> None:
         state = nested.map(torch.from_numpy, first_row(rows.state))
         hx = nested.map(torch.from_numpy, nested.getitem(first_row(rows.hx), 0))
         with engine.eval_mode:
-            act, hx, info = actor.step(
-                *state.seen_by(actor),
-                hx=hx,
-                virtual=False,
-                noise=noise,
-            )
+            act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
         graph_act, graph_info = first_row((rows.act, rows.info))
         graph_hx = nested.getitem(rows.hx, 1)
-        check_answers(
-            type(actor).__name__,
-            (graph_act, graph_info, graph_hx),
-            (act, info, hx),
-        )
+        check_answers(type(actor).__name__, (graph_act, graph_info, graph_hx), (act, info, hx))
 
         # The next state is within an episode, with the answer of the graph.
         now = nested.map(lambda x: x[0].numpy(), state)
@@ -241,11 +228,7 @@ class OnnxEngine:
         "Prepare for `n` steps, and draw their noise. See `TorchEngine`."
         self.rows.begin(row.state(arrays_of(act)), hx)
         if self.draw is not None:
-            nested.setitem(
-                self.noise,
-                (slice(n), 0),
-                self.draw(n),
-            )
+            nested.setitem(self.noise, (slice(n), 0), self.draw(n))
         return self.rows, 0
 
     def answer(self, t: int) -> tuple:
@@ -256,20 +239,12 @@ class OnnxEngine:
         # The action is an input of the next step, if the graph reads it.
         rows = self.rows
         if "act" in self.reads:
-            nested.setitem(
-                rows.state.act,
-                t + 1,
-                rows.arrays[t],
-            )
+            nested.setitem(rows.state.act, t + 1, rows.arrays[t])
         return rows.arrays[t], rows.hxs[t + 1]
 
     def renew(self, t: int, hx: Any) -> None:
         "Replace the recurrent state after step `t`."
-        nested.setitem(
-            self.rows.hx,
-            t + 1,
-            hx,
-        )
+        nested.setitem(self.rows.hx, t + 1, hx)
 
     def end(self, rows: Rows, begin: int, n: int) -> tuple:
         "Copy the results to `rows`, and return `(reports, act, hx)`."
@@ -394,37 +369,16 @@ class OnnxEngine:
 
         # The weights are the same for all rows.
         for name, x in self.weights.items():
-            binding.bind_input(
-                name,
-                "cpu",
-                0,
-                x.dtype.type,
-                x.shape,
-                x.ctypes.data,
-            )
+            binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
 
         # Inputs are in row `t`. So are outputs, because those of `hx` are without its row 0.
         for name, x in self.inputs.items():
             address = x[t].ctypes.data
-            binding.bind_input(
-                name,
-                "cpu",
-                0,
-                x.dtype.type,
-                self.shapes[name],
-                address,
-            )
+            binding.bind_input(name, "cpu", 0, x.dtype.type, self.shapes[name], address)
         for k, x in enumerate(self.outputs):
             name = f"output_{k}"
             address = x[t].ctypes.data
-            binding.bind_output(
-                name,
-                "cpu",
-                0,
-                x.dtype.type,
-                self.shapes[name],
-                address,
-            )
+            binding.bind_output(name, "cpu", 0, x.dtype.type, self.shapes[name], address)
         run = partial(self.session.run_with_iobinding, binding)
         self.runs[t] = run
         return run

@@ -120,11 +120,7 @@ class Interaction(TickSource):
         rows = self.envs.rows()
         self.row = rows.rows[0]
         self._check_form(self.row.state(()), state["row"])
-        rows.put(
-            0,
-            state["row"],
-            state["term"],
-        )
+        rows.put(0, state["row"], state["term"])
 
         # The actor answers once. The saved action and recurrent state must have the form of this
         # answer.
@@ -142,11 +138,7 @@ class Interaction(TickSource):
         # One virtual call, because only the actor knows the structure of its recurrent state and
         # the dtype of its actions.
         seen = self.row.seen(nested.as_seen(self.envs.no_action()))
-        act, hx, _ = self._answer(
-            seen,
-            None,
-            virtual=True,
-        )
+        act, hx, _ = self._answer(seen, None, virtual=True)
         self.act = nested.map(torch.zeros_like, act)
         self.hx = self._reset(hx, list(range(len(self.envs))))
         self._use(self.checked.engine(self.engine_choice, self.state, self.hx))
@@ -167,14 +159,7 @@ class Interaction(TickSource):
         # the number `at` in `env_rows`. `calling_step` turns an error of the engine into an error
         # of the actor's `step`.
         try:
-            env_rows, at = self._engine_begin(
-                rows,
-                begin,
-                n,
-                self.row,
-                self.act,
-                self.hx,
-            )
+            env_rows, at = self._engine_begin(rows, begin, n, self.row, self.act, self.hx)
         except Exception:
             with self.checked.calling_step:
                 raise
@@ -188,11 +173,7 @@ class Interaction(TickSource):
                 except Exception:
                     with self.checked.calling_step:
                         raise
-                final, ended, infos, valid = self._step_into(
-                    env_rows,
-                    at + t,
-                    array,
-                )
+                final, ended, infos, valid = self._step_into(env_rows, at + t, array)
                 env_rows.put_act(at + t + 1, array)
                 collected.env.append(infos)
                 collected.valid.append(valid)
@@ -204,8 +185,8 @@ class Interaction(TickSource):
                 term = env_rows.term[at + t + 1]
                 for b, obs in final.items():
                     column = slice(b, b + 1)
-                    memory = nested.map(lambda x, column=column: x[:, column].clone(), hx)
-                    end = End(begin + t, b, obs, memory, bool(term[b]))
+                    last_hx = nested.map(lambda x, column=column: x[:, column].clone(), hx)
+                    end = End(begin + t, b, obs, last_hx, bool(term[b]))
                     collected.ends.append(end)
                 engine.renew(t, self._reset(hx, ended))
         except Exception as e:
@@ -216,11 +197,7 @@ class Interaction(TickSource):
         envs.settle(env_rows, at)
         if fault is not None:
             raise fault
-        reports, self.act, self.hx = self._engine_end(
-            rows,
-            begin,
-            n,
-        )
+        reports, self.act, self.hx = self._engine_end(rows, begin, n)
         collected.reports.extend(reports)
 
     def _load(self):
@@ -265,7 +242,7 @@ class Interaction(TickSource):
                 self._run(rows, t, 1, collected)
                 t += 1
                 self.row = rows.rows[t]
-                final = {b: (obs, memory) for _, b, obs, memory, _ in collected.ends}
+                final = {b: (obs, last_hx) for _, b, obs, last_hx, _ in collected.ends}
 
             next_state = self.state
             yield Tick(
@@ -306,11 +283,7 @@ class Interaction(TickSource):
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         "The actor's virtual reaction `(act, info)`: see `TickSource`."
-        act, _, info = self._answer(
-            State(*map(as_input, state)),
-            hx,
-            virtual=True,
-        )
+        act, _, info = self._answer(State(*map(as_input, state)), hx, virtual=True)
         return act, info
 
     def complete(self, act: Any, info: Any) -> Any:

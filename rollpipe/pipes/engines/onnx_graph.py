@@ -296,11 +296,7 @@ class Reads:
         keys = []
         if _package(cls) != _OURS:
             keys = [key for key in vars(cls) if not key.startswith("__")]
-        self._table(
-            f"of class {cls.__name__}",
-            vars(cls),
-            keys,
-        )
+        self._table(f"of class {cls.__name__}", vars(cls), keys)
         for x in (*vars(cls).values(), *cls.__bases__):
             self.visit(x)
 
@@ -309,11 +305,7 @@ class Reads:
         if _package(f) == _OURS:
             return
         for name in {*globals_in(f.__code__)} & f.__globals__.keys():
-            self._value(
-                f,
-                name,
-                partial(f.__globals__.get, name),
-            )
+            self._value(f, name, partial(f.__globals__.get, name))
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
             self._value(f, name, partial(content_of, cell))
 
@@ -334,11 +326,7 @@ class Reads:
             return
         self.seen[visit] = value
         for key in {*names_in(f.__code__)} & vars(value).keys():
-            self._value(
-                f,
-                key,
-                partial(vars(value).get, key),
-            )
+            self._value(f, key, partial(vars(value).get, key))
 
 # %% ../../../nbs/pipes/11_engines/02_onnx_graph.ipynb #0b260076
 class Constants:

@@ -189,11 +189,7 @@ class AnswerCheck:
 
     def calling(self, method: str) -> located:
         "A `with` block in which an exception of the actor's `method` becomes an `ActorError`."
-        return located(
-            f"{self.name}.{method}",
-            ActorError,
-            **self.where,
-        )
+        return located(f"{self.name}.{method}", ActorError, **self.where)
 
     def triple(self, answer: Any) -> tuple:
         "Return `answer`. Raises `ActorError` unless it is a triple `(act, hx, info)`."
@@ -266,24 +262,9 @@ class AnswerCheck:
     def _learn(self, act, hx, info):
         "Store the first answer, if it is valid."
         n_envs = len(self.envs)
-        self._check_lead(
-            "act",
-            act,
-            (1, n_envs),
-            self.step,
-        )
-        self._check_lead(
-            "info",
-            info,
-            (1, n_envs),
-            self.step,
-        )
-        self._check_lead(
-            "hx",
-            hx,
-            ("layers", n_envs),
-            self.step,
-        )
+        self._check_lead("act", act, (1, n_envs), self.step)
+        self._check_lead("info", info, (1, n_envs), self.step)
+        self._check_lead("hx", hx, ("layers", n_envs), self.step)
 
         # numpy refuses tensors that require gradients.
         if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):
@@ -320,12 +301,7 @@ class AnswerCheck:
                 got="None",
                 **self.where,
             )
-        self._check_lead(
-            "info",
-            info,
-            lead,
-            f"{self.name}.complete",
-        )
+        self._check_lead("info", info, lead, f"{self.name}.complete")
 
     def _check_lead(self, name, tree, lead, method):
         """Raise `ActorError` unless each leaf is a tensor whose first two dimensions are `lead`.
@@ -563,11 +539,7 @@ class StagedRows(Rows):
         self.n = n
 
         # States and recurrent states have one row more than answers.
-        super().__init__(
-            state,
-            n + 1,
-            np.zeros,
-        )
+        super().__init__(state, n + 1, np.zeros)
         self.hx = nested.map(lambda x: np.zeros((n + 1, *x.shape), x.dtype), hx)
 
         def one_per_step(x):

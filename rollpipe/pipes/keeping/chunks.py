@@ -159,10 +159,7 @@ def chunk_names(path: str | Path) -> list:
     except (OSError, DataError) as e:
         raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
     if header[:1] != b"{":
-        raise CheckpointError(
-            f"{path}: not a checkpoint",
-            expected="a safetensors file",
-        )
+        raise CheckpointError(f"{path}: not a checkpoint", expected="a safetensors file")
     return _NAME.findall(header.decode("utf-8", "replace"))
 
 # %% ../../../nbs/pipes/01_keeping/03_chunks.ipynb #b83cd66d
@@ -348,11 +345,7 @@ class RowQueue:
 
     def cut(self, first: int, end: int, column: int) -> Any:
         "A copy of one column of the rows `first` to `end - 1`, tensors `[end - first, 1, ...]`."
-        rows = islice(
-            self.rows,
-            first - self.first,
-            end - self.first,
-        )
+        rows = islice(self.rows, first - self.first, end - self.first)
 
         def stacked(xs):
             parts = [x[column] for x in xs]

@@ -108,11 +108,7 @@ def _get_mujoco(data):
     mujoco.mj_getState(data.model, data, state, spec)
     arrays = _float_arrays(data)
     numbers = np.concatenate([x.ravel() for x in arrays.values()])
-    return [
-        state,
-        {name: x.size for name, x in arrays.items()},
-        numbers,
-    ]
+    return [state, {name: x.size for name, x in arrays.items()}, numbers]
 
 
 def _put_mujoco(data, whole_state):
@@ -189,9 +185,7 @@ _RENDERING = (
     "pygame.font.Font",
 )
 _ARGUMENTS = "_saved_kwargs", "_cached_spec"
-_CLOCKS = {
-    "RecordEpisodeStatistics": ("episode_start_time", "episode_start_times", "time_queue"),
-}
+_CLOCKS = {"RecordEpisodeStatistics": ("episode_start_time", "episode_start_times", "time_queue")}
 
 # Classes of parts that hold other parts
 _HOLDERS = gym.Wrapper, gym.vector.VectorWrapper, gym.vector.SyncVectorEnv
@@ -368,11 +362,7 @@ def copies_of(parts: list, complete: bool = True) -> list:
                 others.append(key)
                 if complete and not is_constant(x):
                     leaf = f"{type(part).__name__}.{key}"
-                    raise EnvError(
-                        "this cannot be copied",
-                        leaf=leaf,
-                        got=str(e),
-                    ) from None
+                    raise EnvError("this cannot be copied", leaf=leaf, got=str(e)) from None
             except EnvError as e:
                 raise e.locate(leaf=f"{type(part).__name__}.{key}") from None
         copies.append(dict(part=name_of(type(part)), holds=holds, others=others))
@@ -461,11 +451,7 @@ def check_fits(parts: list, copies: list) -> None:
     expected = [x["part"] for x in copies]
     if names != expected:
         problem = "the state does not fit this environment"
-        raise EnvError(
-            problem,
-            expected=" of ".join(expected),
-            got=" of ".join(names),
-        )
+        raise EnvError(problem, expected=" of ".join(expected), got=" of ".join(names))
     for part, its_copy in zip(parts, copies):
         names = {*its_copy["holds"], *its_copy["others"]}
         for key, x in _attributes_in(part).items():
@@ -596,11 +582,7 @@ class EnvChecksum:
             x = as_array(x).reshape(-1).view(np.uint8)
         if x.dtype.hasobject:
             return self._queue.extend(x.ravel().tolist())
-        self._write(
-            x.dtype.str,
-            x.shape,
-            x.tobytes(),
-        )
+        self._write(x.dtype.str, x.shape, x.tobytes())
 
     def _add_function(self, x):
         if isinstance(x, MethodType):

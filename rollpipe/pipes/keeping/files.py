@@ -309,8 +309,7 @@ def make_folder(path: str | Path) -> None:
         folders = (path, *path.absolute().parents)
         file = next((x for x in folders if x.exists() and not x.is_dir()), path)
         raise DataError(
-            f"{file}: this is a file",
-            expected="a folder, or a path where nothing is",
+            f"{file}: this is a file", expected="a folder, or a path where nothing is"
         ) from None
 
 
@@ -376,11 +375,7 @@ def names_file(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise OSError(
-            e.errno,
-            e.strerror or str(e),
-            str(path),
-        ) from e
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from e
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #6cf7fd06
 SPREAD = 64  # the content of a file may need at most so many times its size in memory
@@ -396,19 +391,11 @@ def most_bytes(size: int) -> int:
 
 def _opened(path: str | Path) -> Any:
     "Open a regular file for reading. Raises `DataError` if the file is not regular, and `OSError`."
-    file = open(
-        path,
-        "rb",
-        opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK),
-    )
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise DataError(
-        f"{path}: cannot be read",
-        expected="a regular file",
-        got="a pipe or a device",
-    )
+    raise DataError(f"{path}: cannot be read", expected="a regular file", got="a pipe or a device")
 
 
 def regular_size(path: str | Path) -> int:
@@ -458,19 +445,12 @@ def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
         codes: name -> what `encode` returned
         tensors: name -> tensor, of all parts
     """
-    meta = {
-        f"rollpipe_{kind}": str(version),
-        "sha256": "0" * 64,
-    }
+    meta = {f"rollpipe_{kind}": str(version), "sha256": "0" * 64}
     for name, code in codes.items():
         meta[name] = json.dumps(code, allow_nan=False)
     data = save(tensors, metadata=meta)
     checksum = hashlib.sha256(data).hexdigest()
-    return data.replace(
-        _in_header("0" * 64),
-        _in_header(checksum),
-        1,
-    )
+    return data.replace(_in_header("0" * 64), _in_header(checksum), 1)
 
 
 def _in_header(checksum) -> bytes:
@@ -479,11 +459,7 @@ def _in_header(checksum) -> bytes:
 
 
 def from_safetensors(
-    path: str | Path,
-    kind: str,
-    version: int,
-    data: bytes | None = None,
-    most: int | None = None,
+    path: str | Path, kind: str, version: int, data: bytes | None = None, most: int | None = None
 ) -> dict:
     """The parts of a file that `to_safetensors` has made. Reading it executes nothing.
 
@@ -547,11 +523,7 @@ def _metadata(path, data, kind, version):
 
     # The checksum was computed of the file with zeros in place of the checksum.
     checksum = str(meta.pop("sha256", None))
-    header = data[:begin].replace(
-        _in_header(checksum),
-        _in_header("0" * 64),
-        1,
-    )
+    header = data[:begin].replace(_in_header(checksum), _in_header("0" * 64), 1)
     total = hashlib.sha256(header)
     total.update(memoryview(data)[begin:])
     if total.hexdigest() == checksum:

@@ -73,11 +73,12 @@ def hides_state(kind: type) -> bool:
     def n_shown(c):
         "The number of fields of a class that attributes show, or that Python adds itself."
         has_slots = "__slots__" in vars(c)
-        return sum(
-            name in ("__dict__", "__weakref__")
-            or (has_slots and isinstance(x, MemberDescriptorType))
-            for name, x in vars(c).items()
-        )
+        n = 0
+        for name, x in vars(c).items():
+            is_slot = has_slots and isinstance(x, MemberDescriptorType)
+            if is_slot or name in ("__dict__", "__weakref__"):
+                n += 1
+        return n
 
     # A field that an attribute shows needs 8 bytes. If the objects of a class are larger than those
     # of its base by more than that, there are other fields.
@@ -162,13 +163,7 @@ def _put_python(generator, state):
     generator.setstate((version, tuple(words), normal))
 
 
-_BITS = (
-    np.random.PCG64,
-    np.random.PCG64DXSM,
-    np.random.Philox,
-    np.random.MT19937,
-    np.random.SFC64,
-)
+_BITS = (np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.MT19937, np.random.SFC64)
 
 # name of a class -> `Through`
 GENERATORS = {
@@ -237,12 +232,13 @@ def dtype_of(descr: Any) -> np.dtype:
     """
 
     def fields(x):
+        "The description `x`, in which fields are tuples again: `(name, description, shape)`."
         if not isinstance(x, list):
             return x
         described = []
-        for name, of, *shape in x:
+        for name, part, *shape in x:
             name = tuple(name) if isinstance(name, list) else name
-            described.append((name, fields(of), *map(tuple, shape)))
+            described.append((name, fields(part), *map(tuple, shape)))
         return described
 
     dtype = np.lib.format.descr_to_dtype(fields(descr))
@@ -328,10 +324,7 @@ class _Capture:
         for x in self.objects:  # grows in the loop
             self.entries.append(self._entry(x))
             if len(self.objects) > MOST:
-                raise EnvError(
-                    "too much to be kept",
-                    expected=f"at most {MOST:,} objects",
-                )
+                raise EnvError("too much to be kept", expected=f"at most {MOST:,} objects")
 
     def value(self, x):
         "The code of `x` in the text. A new object gets a number."
@@ -357,35 +350,19 @@ class _Capture:
         if isinstance(x, Memory):
             return ["memory", *self._write(x.flat)]
         if name in MADE:
-            return [
-                "made",
-                name,
-                self.value(MADE[name][1](x)),
-            ]
+            return ["made", name, self.value(MADE[name][1](x))]
         if kind is np.ndarray or is_dense(x):
             return self._array(x)
         if isinstance(x, np.generic):
-            return [
-                "number",
-                np.lib.format.dtype_to_descr(x.dtype),
-                x.tobytes().hex(),
-            ]
+            return ["number", np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]
         if kind is complex:
             return ["complex", x.real, x.imag]
         if kind in (bytes, bytearray):
-            return [
-                "bytes",
-                name,
-                *self._write(np.frombuffer(x, np.uint8)),
-            ]
+            return ["bytes", name, *self._write(np.frombuffer(x, np.uint8))]
         if isinstance(x, enum.Enum) and x.name in kind.__members__:
             return ["enum", name, x.name]
         if name in VALUES:
-            return [
-                "value",
-                name,
-                self.value(x.__reduce_ex__(4)[1]),
-            ]
+            return ["value", name, self.value(x.__reduce_ex__(4)[1])]
 
         # Containers. An object of a user's subclass may have attributes, too, which would be lost.
         if isinstance(x, (*ITEMS, dict)) and getattr(x, "__dict__", None):
@@ -399,11 +376,7 @@ class _Capture:
 
         # Objects.
         if name in GENERATORS:
-            return [
-                "through",
-                name,
-                self.value(GENERATORS[name].get(x)),
-            ]
+            return ["through", name, self.value(GENERATORS[name].get(x))]
         if has_own_state(x):
             telling: Any = x
             return ["own", name, self.value(telling.get_state())]
@@ -431,14 +404,7 @@ class _Capture:
         else:
             form = [np.lib.format.dtype_to_descr(x.dtype)]
             strides = x.strides
-        return [
-            "array",
-            self.value(memory),
-            form,
-            list(x.shape),
-            list(strides),
-            offset,
-        ]
+        return ["array", self.value(memory), form, list(x.shape), list(strides), offset]
 
 
 def capture(root: Any) -> dict:
@@ -461,10 +427,7 @@ def capture(root: Any) -> dict:
         raise
     except Exception as e:
         problem = f"this cannot be written down ({describe_exception(e)})"
-        raise EnvError(
-            problem,
-            got=name_of(type(root)),
-        ) from e
+        raise EnvError(problem, got=name_of(type(root))) from e
     memory = np.concatenate([np.empty(0, np.uint8), *walk.blocks])
     return dict(graph=graph, memory=torch.from_numpy(memory))
 
@@ -562,10 +525,7 @@ class _Restore:
         if is_alike:
             got += ", which stands in two places"
         raise EnvError(
-            "the state does not fit",
-            leaf=path,
-            expected=f"a {name}, as when it was kept",
-            got=got,
+            "the state does not fit", leaf=path, expected=f"a {name}, as when it was kept", got=got
         )
 
     def _claims(self, k, fresh):
@@ -589,13 +549,7 @@ class _Restore:
         if named_tuple is not None:
             return tuple.__new__(named_tuple, items())
 
-        x: Any = self._take(
-            k,
-            fresh,
-            name,
-            path,
-            _CONTAINERS.get(name),
-        )
+        x: Any = self._take(k, fresh, name, path, _CONTAINERS.get(name))
         if isinstance(x, deque):
             deque.__init__(x, (), maxlen)  # there is no other way to set the maximum length
 
@@ -604,22 +558,12 @@ class _Restore:
         return x
 
     def _dict(self, k, fresh, path, name, pairs):
-        x = self._take(
-            k,
-            fresh,
-            name,
-            path,
-            _CONTAINERS.get(name),
-        )
+        x = self._take(k, fresh, name, path, _CONTAINERS.get(name))
         old = dict(fresh) if isinstance(fresh, dict) else {}
         old_keys = list(old)
 
         def fill():
-            keys = self._values(
-                [key for key, _ in pairs],
-                old_keys,
-                path,
-            )
+            keys = self._values([key for key, _ in pairs], old_keys, path)
             items = []
             for key, (_, code) in zip(keys, pairs):
                 fresh_value = old.get(key, _MISSING)
@@ -653,39 +597,19 @@ class _Restore:
         def fill():
             for key, code in attributes.items():
                 fresh_value = own_attributes.get(key, _MISSING)
-                own_attributes[key] = self.value(
-                    code,
-                    fresh_value,
-                    f"{path}.{key}",
-                )
+                own_attributes[key] = self.value(code, fresh_value, f"{path}.{key}")
 
         self.todo.append(fill)
         return x
 
     def _own(self, k, fresh, path, name, code):
         x: Any = self._take(k, fresh, name, path)
-        return self._put(
-            path,
-            type(x).set_state,
-            x,
-            self.value(code, _MISSING, path),
-        )
+        return self._put(path, type(x).set_state, x, self.value(code, _MISSING, path))
 
     def _through(self, k, fresh, path, name, code):
         how = GENERATORS[name]
-        x = self._take(
-            k,
-            fresh,
-            name,
-            path,
-            how.new,
-        )
-        return self._put(
-            path,
-            how.put,
-            x,
-            self.value(code, _MISSING, path),
-        )
+        x = self._take(k, fresh, name, path, how.new)
+        return self._put(path, how.put, x, self.value(code, _MISSING, path))
 
     def _put(self, path, put, x, state):
         "Let `put(x, state)` be called at the end, when `state` is complete. Returns `x`."
@@ -813,8 +737,4 @@ def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> An
     except PipeError:
         raise
     except Exception as e:
-        raise EnvError(
-            "a state is damaged",
-            leaf=name,
-            got=describe_exception(e),
-        ) from e
+        raise EnvError("a state is damaged", leaf=name, got=describe_exception(e)) from e

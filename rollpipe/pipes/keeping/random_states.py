@@ -284,23 +284,13 @@ class _Reseeding:
                 version, words, normal = random.Random(self.word()).getstate()
                 state = [version, {"tuple": [*words]}, normal]
                 [state_number] = entry[2]
-                entries[state_number] = [
-                    "items",
-                    "builtins.list",
-                    state,
-                    None,
-                ]
+                entries[state_number] = ["items", "builtins.list", state, None]
 
             # The state of a generator of numpy, and the seeds of episodes
             elif "bit_generator" in items:
                 _put(entries, k, self.numpy_state(items), memory)
             elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
-                _put(
-                    entries,
-                    items["holds"][0],
-                    dict(first=self.word()),
-                    memory,
-                )
+                _put(entries, items["holds"][0], dict(first=self.word()), memory)
 
             # An environment that is kept by its actions. To repeat them it needs the old numbers,
             # and only afterwards it gets others.
@@ -310,17 +300,8 @@ class _Reseeding:
 
             # Another capture within this one, whose memory is a part of this memory
             elif "keeper" in items:
-                its_memory = _bytes_of(
-                    entries,
-                    items["memory"][0],
-                    memory,
-                )
-                _put(
-                    entries,
-                    k,
-                    dict(graph=self.graph(items["graph"], its_memory)),
-                    memory,
-                )
+                its_memory = _bytes_of(entries, items["memory"][0], memory)
+                _put(entries, k, dict(graph=self.graph(items["graph"], its_memory)), memory)
         return json.dumps([root, entries], separators=(",", ":"))
 
     def numpy_state(self, items: dict) -> dict:

@@ -122,10 +122,7 @@ class EpisodeCutter:
         for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
                 raise DataError(
-                    "infos without names",
-                    leaf="env",
-                    expected="a dict",
-                    got=type(part.env),
+                    "infos without names", leaf="env", expected="a dict", got=type(part.env)
                 )
 
             # The four arrays of an episode: `obs`, `act`, `rew` and `env`. `env` is without the
@@ -134,12 +131,7 @@ class EpisodeCutter:
             act = nested.getitem(part.state.act, slice(1, None))
             steps = (part.state.obs, act, env_rewards(part), env)
             final_row = final_numbers(part)
-            part = part._replace(
-                actor=(),
-                hx=(),
-                env=(),
-                final=part.final._replace(actor=()),
-            )
+            part = part._replace(actor=(), hx=(), env=(), final=part.final._replace(actor=()))
             yield from self._cut(_arrays(part), _arrays(steps), _arrays(final_row))
 
     def rest(self) -> Iterator[Episode]:
@@ -173,13 +165,7 @@ class EpisodeCutter:
             is_step = bool(part.valid[t, b])
             stop = t + 1 if is_step else t
             k = final_row[t, b]
-            self._add_rows(
-                lane,
-                b,
-                part,
-                steps,
-                slice(begin[b], stop),
-            )
+            self._add_rows(lane, b, part, steps, slice(begin[b], stop))
             begin[b] = t + 1
             ended = self.open.pop((lane, b), None)
             if ended is None:
@@ -207,13 +193,7 @@ class EpisodeCutter:
 
         # Add the rows of the episodes that continue in the next fragment.
         for b, first in enumerate(begin):
-            self._add_rows(
-                lane,
-                b,
-                part,
-                steps,
-                slice(first, part.n_steps),
-            )
+            self._add_rows(lane, b, part, steps, slice(first, part.n_steps))
 
     def _lost_episodes(self, part, lane):
         """End the open episodes that were lost with their worker before this fragment.
@@ -582,11 +562,4 @@ def from_data(
     """
     source = data if isinstance(data, IterDataPipe) else Recording(data)
     check_reward_scale(reward_scale, ("returns",), actor)
-    return DataSampler(
-        source,
-        batch_size,
-        length,
-        spaces_of(env, env_kwargs),
-        seed,
-        reward_scale,
-    )
+    return DataSampler(source, batch_size, length, spaces_of(env, env_kwargs), seed, reward_scale)

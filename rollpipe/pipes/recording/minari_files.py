@@ -156,10 +156,7 @@ def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
     # All other spaces have the attributes in `_FIELDS`.
     kind = next((kind for kind in _FIELDS if isinstance(space, getattr(spaces, kind))), None)
     if kind is None:
-        raise no_array_form(
-            str(space),
-            leaf,
-        )
+        raise no_array_form(str(space), leaf)
     facts = dict(type=kind)
     for field in _FIELDS[kind]:
         x = getattr(space, field)
@@ -187,10 +184,7 @@ def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
     if kind == "Tuple":
         return spaces.Tuple([space for _, space in spaces_of(enumerate(facts["subspaces"]))])
     if kind not in _FIELDS:
-        raise no_array_form(
-            f"{kind} in the data set",
-            leaf,
-        )
+        raise no_array_form(f"{kind} in the data set", leaf)
 
     # The arguments of the space's class
     kwargs = {field: facts[field] for field in _FIELDS[kind] if field in facts}
@@ -257,10 +251,7 @@ class Room:
                     size = self.file.id.get_filesize() + self.reserved
                     os.posix_fallocate(self.raw.fileno(), 0, size)
                 elif shutil.disk_usage(self.raw.name).free < self.reserved:
-                    raise OSError(
-                        errno.ENOSPC,
-                        os.strerror(errno.ENOSPC),
-                    )
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.reserved -= needed
 
 
@@ -387,10 +378,7 @@ def check_contained(file: Any, most: int) -> None:
 def _check_numbers(node: Any, most: int) -> None:
     "Raise `DataError` for an array in other files, or with blocks of more than `most` bytes."
     if node.external or node.is_virtual:
-        raise DataError(
-            f"{node.name} reads other files",
-            expected="numbers in the file itself",
-        )
+        raise DataError(f"{node.name} reads other files", expected="numbers in the file itself")
     size = math.prod(node.chunks or ()) * node.dtype.itemsize
     if size > most:
         raise DataError(
@@ -467,11 +455,7 @@ def _conforming(tree, likes, name):
         form.check(nested.getitem(tree, 0))
         return nested.map(cast_exactly, tree, likes.space)
     except OverflowError as e:
-        raise DataError(
-            "a number does not fit the space",
-            leaf=name,
-            got=str(e),
-        ) from e
+        raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #9294fbe4
 def _write(file, room, n, episode, obs_likes, act_likes, forms):

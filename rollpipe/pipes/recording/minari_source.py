@@ -165,11 +165,7 @@ class StoredEpisodes:
                 names.add(key)
                 if info_keys is not None and key.removeprefix("_") not in info_keys:
                     continue
-                self.infos[key] = _form(
-                    node,
-                    f"episode_{k}/infos[{key!r}]",
-                    self.infos.get(key),
-                )
+                self.infos[key] = _form(node, f"episode_{k}/infos[{key!r}]", self.infos.get(key))
                 counts[key] += 1
         unknown = {*(info_keys or ())} - {*counts}
         if unknown:
@@ -195,22 +191,13 @@ class StoredEpisodes:
         flag = np.zeros((), bool)
 
         def arrays(key, like, n_rows):
-            return arrays_in(
-                group[key],
-                like,
-                n_rows,
-                f"episode_{k}/{key}",
-            )
+            return arrays_in(group[key], like, n_rows, f"episode_{k}/{key}")
 
         infos = {}
         for key, like in self.infos.items():
             path = f"infos/{key}"
             if path in group:
-                infos[key] = arrays(
-                    path,
-                    like,
-                    n + 1,
-                )
+                infos[key] = arrays(path, like, n + 1)
         like_obs, like_act = self.likes
         return StoredEpisode(
             n=n,
@@ -343,12 +330,7 @@ class PlayedRows:
         # ends.
         no_obs = nested.getitem(self.obs, (0, slice(0)))
         last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
-        final = Final(
-            t=steps,
-            b=columns,
-            obs=nested.torchify(last_obs),
-            actor={},
-        )
+        final = Final(t=steps, b=columns, obs=nested.torchify(last_obs), actor={})
 
         # Rewards of another dtype are kept beside those of a fragment, which are float32.
         env = dict(self.env)
@@ -535,12 +517,7 @@ class MinariSource(Source):
         for k in range(first, end):
             start, number = column[k]
             with opened_data_set(self.path, leaf=f"episode_{number}"):
-                rows.put(
-                    b,
-                    start,
-                    episode(number),
-                    k == len(column) - 1,
-                )
+                rows.put(b, start, episode(number), k == len(column) - 1)
 
 
 from_minari = MinariSource

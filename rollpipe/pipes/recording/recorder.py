@@ -225,12 +225,7 @@ class ItemFolder:
         while len(self.waiting) > 1:
             self._finish()
         path = path.with_name(f"{path.name}.gz")
-        future = self.pool.submit(
-            self._write,
-            path,
-            codes,
-            tensors,
-        )
+        future = self.pool.submit(self._write, path, codes, tensors)
         self.waiting.append((path, future))
 
     def _write(self, path, codes, tensors):
@@ -369,12 +364,7 @@ class ItemWriter:
         if not names:
             return
         codes = {name: self.codes[name] for name in names}
-        self.folder.write(
-            self.first,
-            self.n,
-            codes,
-            self.tensors,
-        )
+        self.folder.write(self.first, self.n, codes, self.tensors)
         self.first = self.n  # only now, so that a signal meanwhile loses nothing
         self._clear()
 
@@ -609,18 +599,8 @@ class Recorder(Pipe):
             yield from items
             return
         limit = None if self.limit is None else bytes_of(self.limit, "limit")
-        item_folder = ItemFolder(
-            folder,
-            progress["n"],
-            is_resumed,
-            limit,
-            self.compress,
-        )
-        writer = ItemWriter(
-            item_folder,
-            progress["n"],
-            bytes_of(self.chunk, "chunk"),
-        )
+        item_folder = ItemFolder(folder, progress["n"], is_resumed, limit, self.compress)
+        writer = ItemWriter(item_folder, progress["n"], bytes_of(self.chunk, "chunk"))
         self.running = writer
         try:
             write_atomically(folder / "about.json", json.dumps(self.about(), indent=1).encode())
@@ -641,11 +621,7 @@ class Recorder(Pipe):
         "Record the item. Returns it as it is passed on."
         if progress["stopped"]:
             return item
-        n = self._guarded(
-            progress,
-            writer.add,
-            without_objects(item),
-        )
+        n = self._guarded(progress, writer.add, without_objects(item))
         progress["n"] = writer.n
         if n is None:  # the recording has just stopped
             return item

@@ -67,11 +67,7 @@ def parts_in(path: str | Path) -> list[Path]:
     for before, part in zip(parts, parts[1:]):
         expected = _lane_name(_lane_of(before) + 1)
         if part.name != expected:
-            raise DataError(
-                f"{folder}: a lane is missing",
-                expected=expected,
-                got=part.name,
-            )
+            raise DataError(f"{folder}: a lane is missing", expected=expected, got=part.name)
     return parts or [folder]
 
 
@@ -299,11 +295,7 @@ class Replayer(Source):
         # `records_of_folder` refuses a start before the first file. None begins with the first
         # file.
         start = n if n > first else None
-        return with_gaps(
-            records_of_folder(part, start, self.damaged),
-            n,
-            files[-1].end,
-        )
+        return with_gaps(records_of_folder(part, start, self.damaged), n, files[-1].end)
 
     def stream(self, items: Iterator) -> Iterator:
         parts = self._parts()

@@ -162,11 +162,7 @@ def start_method_for(method: str | None = None, threads: int = 1) -> str:
         return "fork" if "fork" in known and fork_is_safe else "spawn"
 
     if method not in known:
-        raise WorkerError(
-            "unknown start method",
-            expected=" or ".join(known),
-            got=repr(method),
-        )
+        raise WorkerError("unknown start method", expected=" or ".join(known), got=repr(method))
     if method == "fork" and (cuda or threads > 1):
         raise WorkerError(
             "a forked worker could hang",
