@@ -45,7 +45,7 @@ pytest.importorskip("onnx")
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(checked_actor, "_said", set())
+    monkeypatch.setattr(checked_actor, "_logged_reasons", set())
 
 
 def assert_equal(came, wanted):

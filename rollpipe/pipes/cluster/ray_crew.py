@@ -32,13 +32,10 @@ from ..workers.slots import Layout, Slot, SlotPool
 class Arrived(NamedTuple):
     """An item as it arrived from a worker.
 
-    The large arrays of all items in a slot lie side by side, as its `Layout` says. All other arrays
-    are an item's own.
-
     Args:
         item_format: format of the item
-        data: uint8: first the large arrays, as in a layout for this item alone, if it has any; then
-            the item's own arrays
+        data: uint8: first the large arrays, if there are any, as in a layout for one item; then the
+            item's own arrays
     """
 
     item_format: ItemFormat
@@ -47,21 +44,21 @@ class Arrived(NamedTuple):
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
         """Copy the arrays to this position of a slot.
 
-        The bytes of `data` are `[arrays of a layout for one item | own arrays]`. In the slot, the
-        item's own arrays begin at `slot.start`, and each array of the layout has a part for every
-        item of the slot.
+        In the slot, the item's own arrays begin at `slot.start`. Each array of the layout is there
+        beside those of the other items.
         """
-        # The item's own arrays.
+        # Copy the item's own arrays, which are at the end of `data`.
         memory = slot.item_memory[position]
         start = slot.start(position, layout)
         end = start + self.item_format.size
-        n_layout = self.data.nbytes - self.item_format.size  # [bytes] of the layout's arrays
+        n_layout = self.data.nbytes - self.item_format.size  # size of the layout's arrays [bytes]
         memory.reserve(end)
         memory.view()[start:end] = self.data[n_layout:]
         if not n_layout:
             return
 
-        # The arrays of the layout, which came as those of a single item.
+        # Copy the arrays of the layout. In `data`, their offsets are those of a layout for one
+        # item.
         offsets = Layout(1, layout.arrays).offsets
         whole = slot.layout_memory.view(layout.size)
         for entry, offset in enumerate(offsets):
@@ -72,14 +69,14 @@ class Arrived(NamedTuple):
 def _rows_of_bytes(x: torch.Tensor) -> np.ndarray:
     """A view of the tensor `[T, ...]` of a layout as uint8 `[T, bytes of a row]`.
 
-    Its rows may lie apart, with columns of other items between them. So only the dimensions from 1
-    on can become one.
+    Between its rows there may be columns of other items. So dimension 0 stays, and only the others
+    are flattened.
     """
     return x.flatten(1).view(torch.uint8).numpy()
 
 
 class ArrivalPool(SlotPool):
-    "A `SlotPool` for items that arrive in memory of their own and not in a slot."
+    "A `SlotPool` for items that do not arrive in a slot, but in memory of their own."
 
     def read(self, slot: int, position: int, item_format: Any) -> Any:
         """Copy an item into its slot, and read it as a `SlotPool` does.
@@ -183,9 +180,9 @@ class RemoteMembers(Members):
 
     def wait(self, seconds: float) -> list:
         "Members that have answered or have died. Waits at most `seconds` for the first one."
-        # For each member, the oldest of its answers that was not taken. Ray returns the first one
-        # that is ready. So the member whose answer came last is the last in the list: otherwise
-        # quick members would hide the others.
+        # Wait for the oldest answer of each member. Ray returns the first one in the list that is
+        # ready. So the list begins after the member whose answer was returned last: otherwise quick
+        # members at the beginning of the list would hide the others.
         member_of = {}
         for member in self.members[self.latest + 1 :] + self.members[: self.latest + 1]:
             if member.process.unanswered:
@@ -246,17 +243,17 @@ class RayCrew:
         Raises:
             WorkerError: the living nodes have no room for all workers
         """
-        # Before each start, because a node may leave between a start and a restart.
+        # Check the room before each start, because a node may have left before a restart.
         service = self.service
         place = service.place
         place.check_capacity(self.ray, self.n)
 
-        # All workers share these.
+        # Weights and placement group are made with the first worker, for all workers.
         if self.weights is None:
             self.weights = SentWeights(self.ray, publisher)
             self.members.group = place.group(self.ray, self.n)
 
-        # The worker, in its place.
+        # Pack the lanes, and start the worker in its place.
         name = f"worker {index}"
         lanes = (graphs, states, service.device, with_states)
         with pickled_for(service.device):
@@ -417,9 +414,9 @@ class Served:
 
 # %% ../../../nbs/pipes/32_cluster/02_ray_crew.ipynb #1e282e0f
 class RemoteService(RemoteWorker):
-    """A worker in a cluster, with the methods of a `WorkerProcess`, for one object that learns.
+    """A worker in a cluster that answers requests with the weights of one object that learns.
 
-    It answers one request after another.
+    It has the methods of a `WorkerProcess`, and answers one request after another.
 
     Args:
         name: name in error messages
@@ -447,7 +444,7 @@ class RemoteService(RemoteWorker):
         grace: float = 5.0,
     ):
         self.place = place
-        self.number = None  # of the publication that the worker has
+        self.number = None  # number of the publication that the worker has
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
@@ -462,7 +459,7 @@ class RemoteService(RemoteWorker):
             raise
 
     def send(self, message: Any) -> None:
-        "Send a request with the newest weights. The message does not matter."
+        "Send a request with the newest weights. The `message` is ignored."
         number, data = self.weights.of(None)
         super().send((number, None if number == self.number else data))
         self.number = number

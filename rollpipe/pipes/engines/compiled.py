@@ -26,8 +26,8 @@ from ..envs.batch import Row, Rows, arrays_of
 from ..graph.modules import EvalMode, weak_reference
 
 # %% ../../../nbs/pipes/11_engines/03_compiled.ipynb #3fe69fb8
-# Tolerance of floats, relative and as a fraction of max(1, largest number of the leaf). torch and
-# ONNX Runtime may round differently.
+# torch and ONNX Runtime may round differently. A float may differ from the expected one by this
+# fraction of it, plus this fraction of the largest number in its leaf (at least of 1).
 TOLERANCE = 1e-5
 
 
@@ -42,16 +42,13 @@ def check_answers(name: str, answer: tuple, expected: tuple) -> None:
         expected: (act, info, hx) from the actor, tensors
     """
     for part, tree, like in zip(("act", "info", "hx"), answer, expected):
-        leaves = zip(
-            nested.paths(like, part),
-            nested.leaves(tree),
-            nested.leaves(like),
-        )
+        leaves = zip(nested.paths(like, part), nested.leaves(tree), nested.leaves(like))
         for leaf, x, y in leaves:
             y = y.detach().numpy()
             tolerance = TOLERANCE if y.dtype.kind == "f" else 0
 
-            # A small number may be the sum of large terms, which are rounded.
+            # A small number may be the sum of large terms, whose rounding errors are larger than
+            # it. So the largest number of the leaf counts, too.
             largest = np.abs(y[np.isfinite(y)]).max(initial=1)
             if (
                 x.dtype == y.dtype
@@ -70,7 +67,8 @@ def check_answers(name: str, answer: tuple, expected: tuple) -> None:
 def check_engine_alike(engine: Any) -> None:
     """Raise `ActorError` unless the graph of an `OnnxEngine` and its actor give equal answers.
 
-    They are compared in two states. The first one is in row 0, which is restored.
+    They are compared in the state of row 0, and in one that follows from it. Row 0 is restored at
+    the end.
     """
     actor = engine.actor
     rows = engine.rows
@@ -88,19 +86,10 @@ def check_engine_alike(engine: Any) -> None:
         state = nested.map(torch.from_numpy, first_row(rows.state))
         hx = nested.map(torch.from_numpy, nested.getitem(first_row(rows.hx), 0))
         with engine.eval_mode:
-            act, hx, info = actor.step(
-                *state.seen_by(actor),
-                hx=hx,
-                virtual=False,
-                noise=noise,
-            )
+            act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
         graph_act, graph_info = first_row((rows.act, rows.info))
         graph_hx = nested.getitem(rows.hx, 1)
-        check_answers(
-            type(actor).__name__,
-            (graph_act, graph_info, graph_hx),
-            (act, info, hx),
-        )
+        check_answers(type(actor).__name__, (graph_act, graph_info, graph_hx), (act, info, hx))
 
         # The next state is within an episode, with the answer of the graph.
         now = nested.map(lambda x: x[0].numpy(), state)
@@ -120,7 +109,7 @@ class Graph(NamedTuple):
 
     Args:
         actor: function that returns the actor, or None if it was garbage-collected
-        form: the form of inputs and weights; the process
+        form: the form of inputs and weights, and the id of the process
         constants: what the graph treats as constant
         session: the session of ONNX Runtime
         outs: examples of the outputs: leaves of act, info, hx
@@ -171,7 +160,7 @@ def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> 
 
 # %% ../../../nbs/pipes/11_engines/03_compiled.ipynb #aca98210
 class OnnxEngine:
-    """Runs an actor in ONNX Runtime, from inputs in staged rows to answers in staged rows.
+    """Runs an actor in ONNX Runtime, which reads inputs from staged rows and writes answers there.
 
     Raises `ActorError` if the actor cannot be exported, or if the graph answers differently.
 
@@ -179,16 +168,17 @@ class OnnxEngine:
         actor: anything with `step` and `draw_noise`, on the host
         rows: memory for the actor's inputs and answers; row 0 is filled
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-        gives_up: raise an error, too, if constants of the actor change again and again, so that
-            torch can take over
+        gives_up: True: also raise an error if constants of the actor change again and again, so
+            that the caller can let torch take over
     """
 
     name = "onnxruntime"
     why = ""
-    # Number of changes of constants for which a new graph is made; at the next one it may give up
+    # With `gives_up`, number of changes of constants for which a new graph is made. The next change
+    # is an error.
     MAX_CHANGES = 3
     reads: tuple  # fields of `State` that the graph reads
-    shapes: dict  # name -> shape of inputs and outputs, without the time dimension if it can go
+    shapes: dict  # name -> shape of each input and output, as `without_time` left it
     convolutions: int  # multiplications in the convolutions of a step
     slots: list  # (dict, key) of each weight of the actor
     weights_read: list  # numbers of the weights that the session reads
@@ -219,14 +209,18 @@ class OnnxEngine:
 
         Raises `ActorError` if the actor has changed and cannot be exported any more.
         """
+        # Changed constants, or weights of another form, need a new graph. Weights with other
+        # addresses need only new bindings.
         with self.eval_mode:
             change = self.constants.changed()
         if change:
             self._compile(change)
         else:
             where = self._where()
-            if where != self.where and not self._moved(where):
+            if where != self.where and not self._bind_moved(where):
                 self._compile()
+
+        # The graph reads copies of weights that are not contiguous.
         for copy, weight in self.copies:
             np.copyto(copy, weight.detach().numpy())
 
@@ -234,11 +228,7 @@ class OnnxEngine:
         "Prepare for `n` steps, and draw their noise. See `TorchEngine`."
         self.rows.begin(row.state(arrays_of(act)), hx)
         if self.draw is not None:
-            nested.setitem(
-                self.noise,
-                (slice(n), 0),
-                self.draw(n),
-            )
+            nested.setitem(self.noise, (slice(n), 0), self.draw(n))
         return self.rows, 0
 
     def answer(self, t: int) -> tuple:
@@ -249,20 +239,12 @@ class OnnxEngine:
         # The action is an input of the next step, if the graph reads it.
         rows = self.rows
         if "act" in self.reads:
-            nested.setitem(
-                rows.state.act,
-                t + 1,
-                rows.arrays[t],
-            )
+            nested.setitem(rows.state.act, t + 1, rows.arrays[t])
         return rows.arrays[t], rows.hxs[t + 1]
 
     def renew(self, t: int, hx: Any) -> None:
         "Replace the recurrent state after step `t`."
-        nested.setitem(
-            self.rows.hx,
-            t + 1,
-            hx,
-        )
+        nested.setitem(self.rows.hx, t + 1, hx)
 
     def end(self, rows: Rows, begin: int, n: int) -> tuple:
         "Copy the results to `rows`, and return `(reports, act, hx)`."
@@ -308,14 +290,17 @@ class OnnxEngine:
         self.convolutions = graph.convolutions
         self.slots = [(slots, key) for (slots, key, _), *_ in weights.places]
 
-        # The exporter leaves out weights and inputs that the actor does not read.
+        # The exporter leaves out weights and inputs that the actor does not read. So only those
+        # whose names the session knows are bound to its inputs.
         values = (*self.session.get_inputs(), *self.session.get_outputs())
         self.shapes = {x.name: x.shape for x in values}
-        numbers = range(len(self.slots))
-        self.weights_read = [k for k in numbers if f"weight_{k}" in self.shapes]
+        weight_numbers = range(len(self.slots))
+        self.weights_read = [k for k in weight_numbers if f"weight_{k}" in self.shapes]
         staged = nested.leaves((rows.state, rows.hx, self.noise))
-        inputs = {f"input_{k}": x for k, x in enumerate(staged)}
-        self.inputs = {name: x for name, x in inputs.items() if name in self.shapes}
+        array_of_input = {f"input_{k}": x for k, x in enumerate(staged)}
+        self.inputs = {name: x for name, x in array_of_input.items() if name in self.shapes}
+
+        # A field of `State` is read if one of its leaves is an input.
         ids_read = {id(x) for x in self.inputs.values()}
 
         def is_read(tree):
@@ -325,7 +310,7 @@ class OnnxEngine:
         self.reads = tuple(name for name, tree in fields.items() if is_read(tree))
         rows.reads = self.reads
 
-        # The outputs go to row `t`, and the recurrent state to row `t + 1`.
+        # Actions and reports are written to row `t`, and the recurrent state to row `t + 1`.
         self.outputs = nested.leaves((rows.act, rows.info))
         self.outputs += [x[1:] for x in nested.leaves(rows.hx)]
         for array, out in zip(self.outputs, graph.outs):
@@ -352,10 +337,10 @@ class OnnxEngine:
             where.append((x.data_ptr(), x.stride(), x.shape, x.dtype))
         return where
 
-    def _moved(self, where) -> bool:
-        """Bind the weights at their current addresses.
+    def _bind_moved(self, where) -> bool:
+        """Bind the weights that `_where` has described, if only their addresses have changed.
 
-        Returns False if a shape or dtype has changed.
+        Returns False, and binds nothing, if a shape or dtype has changed.
         """
         old_forms = [(shape, dtype) for _, _, shape, dtype in self.where]
         new_forms = [(shape, dtype) for _, _, shape, dtype in where]
@@ -365,7 +350,7 @@ class OnnxEngine:
         return True
 
     def _bind_weights(self, where):
-        "Read the weights at these addresses. Each row is bound again when it is used."
+        "From now on, read the weights that `_where` has described. Each row is then bound again."
         self.where = where
         self.runs = [None] * self.rows.n
         self.weights = {}
@@ -381,36 +366,19 @@ class OnnxEngine:
     def _bind(self, t):
         "The function that runs the graph on row `t`."
         binding = self.session.io_binding()
+
+        # The weights are the same for all rows.
         for name, x in self.weights.items():
-            binding.bind_input(
-                name,
-                "cpu",
-                0,
-                x.dtype.type,
-                x.shape,
-                x.ctypes.data,
-            )
+            binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+
+        # Inputs are in row `t`. So are outputs, because those of `hx` are without its row 0.
         for name, x in self.inputs.items():
             address = x[t].ctypes.data
-            binding.bind_input(
-                name,
-                "cpu",
-                0,
-                x.dtype.type,
-                self.shapes[name],
-                address,
-            )
+            binding.bind_input(name, "cpu", 0, x.dtype.type, self.shapes[name], address)
         for k, x in enumerate(self.outputs):
             name = f"output_{k}"
             address = x[t].ctypes.data
-            binding.bind_output(
-                name,
-                "cpu",
-                0,
-                x.dtype.type,
-                self.shapes[name],
-                address,
-            )
+            binding.bind_output(name, "cpu", 0, x.dtype.type, self.shapes[name], address)
         run = partial(self.session.run_with_iobinding, binding)
         self.runs[t] = run
         return run

@@ -29,15 +29,15 @@ class Interaction(TickSource):
 
     Args:
         actor: the actor, held by reference
-        envs: environments, not reset yet. The caller closes them; if the actor is refused, they are
-            closed here
+        envs: environments, not reset yet. The caller closes them later. If the constructor raises
+            an error, it has closed them
         seed: seed of the actor's random numbers
         lane: number of the lane, for its ticks
         explore: False: take the actor's deterministic action
         device: the actor's device; None: the host
         engine: engine that runs the actor: 'torch', 'onnxruntime' or 'auto'
-        timed: `timed(part, function)` returns the function, whose time counts for 'environments' or
-            'actor'; None: nothing is measured
+        timed: `timed(part, function)` returns a function that does the same, and counts its time
+            for the part, 'environments' or 'actor'; None: no time is measured
     """
 
     row: Any  # the present `Row`
@@ -59,7 +59,7 @@ class Interaction(TickSource):
         self.envs = envs
         self.lane = lane
         self.engine_choice = engine
-        # Rows into which a collector wants the next steps
+        # Rows into which a collector wants the next steps written; None: rows of our own
         self.next_rows = None
         try:
             self.checked = CheckedActor(actor, envs, seed, explore, device)
@@ -68,7 +68,7 @@ class Interaction(TickSource):
             envs.close()
             raise
 
-        # The calls whose time is measured.
+        # The functions whose time is measured
         self._timed = timed or (lambda part, function: function)
         self._step_into = self._timed("environments", envs.step_into)
         self._reset_into = self._timed("environments", envs.reset_into)
@@ -96,13 +96,12 @@ class Interaction(TickSource):
         return self.row.state(arrays_of(self.act))
 
     def get_state(self) -> dict:
-        """Everything on which the next steps depend, but for the weights of the actor. The present
-        `state` is a part of it.
+        """Everything on which the next steps depend, except the weights of the actor.
 
-        Raises `EnvError` if the environments are not kept.
+        Raises `EnvError` if the state of an environment cannot be kept.
         """
-        # The row is taken without an action, which stands apart. Its arrays and `term` are rows of
-        # larger memory, so they are copied.
+        # The row is stored without its action, because `act` has it. The arrays of the row, and
+        # `term`, are views of larger memory, so they are copied.
         return dict(
             row=nested.map(np.array, self.row.state(())),
             term=np.array(self.row.term),
@@ -121,13 +120,10 @@ class Interaction(TickSource):
         rows = self.envs.rows()
         self.row = rows.rows[0]
         self._check_form(self.row.state(()), state["row"])
-        rows.put(
-            0,
-            state["row"],
-            state["term"],
-        )
+        rows.put(0, state["row"], state["term"])
 
-        # The actor answers once, so its action and memory have a form to compare with.
+        # The actor answers once. The saved action and recurrent state must have the form of this
+        # answer.
         self._begin()
         self._check_form((self.act, self.hx), (state["act"], state["hx"]))
         self.act = state["act"]
@@ -138,15 +134,11 @@ class Interaction(TickSource):
         nested.Form(like, "state", EnvError, **self.envs.where).check(saved)
 
     def _begin(self):
-        "Begin at the present row, without an earlier action and with the initial memory."
+        "Begin at the present row, without an earlier action, and in the initial recurrent state."
         # One virtual call, because only the actor knows the structure of its recurrent state and
         # the dtype of its actions.
         seen = self.row.seen(nested.as_seen(self.envs.no_action()))
-        act, hx, _ = self._answer(
-            seen,
-            None,
-            virtual=True,
-        )
+        act, hx, _ = self._answer(seen, None, virtual=True)
         self.act = nested.map(torch.zeros_like, act)
         self.hx = self._reset(hx, list(range(len(self.envs))))
         self._use(self.checked.engine(self.engine_choice, self.state, self.hx))
@@ -155,24 +147,19 @@ class Interaction(TickSource):
     def _run(self, rows, begin, n, collected):
         """Take `n` steps, and write the states into the rows that follow row `begin` of `rows`.
 
-        All else that the steps bring is appended to `collected`.
+        What else the steps yield is appended to `collected`: reports, infos, the mask of valid
+        rows, and ends of episodes.
         """
         engine = self.engine
         envs = self.envs
         fault = None
 
-        # The engine chooses the memory in which the environments step: `rows`, or rows of its own,
-        # which `_engine_end` copies into `rows`. The present row has the number `at` there. An
-        # error of the engine is raised as one of the actor's `step`, which `calling_step` does.
+        # The engine chooses the rows into which the environments write, `env_rows`: these are
+        # `rows`, or rows of its own, which `_engine_end` then copies to `rows`. The present row has
+        # the number `at` in `env_rows`. `calling_step` turns an error of the engine into an error
+        # of the actor's `step`.
         try:
-            env_rows, at = self._engine_begin(
-                rows,
-                begin,
-                n,
-                self.row,
-                self.act,
-                self.hx,
-            )
+            env_rows, at = self._engine_begin(rows, begin, n, self.row, self.act, self.hx)
         except Exception:
             with self.checked.calling_step:
                 raise
@@ -186,44 +173,37 @@ class Interaction(TickSource):
                 except Exception:
                     with self.checked.calling_step:
                         raise
-                final, ended, infos, valid = self._step_into(
-                    env_rows,
-                    at + t,
-                    array,
-                )
+                final, ended, infos, valid = self._step_into(env_rows, at + t, array)
                 env_rows.put_act(at + t + 1, array)
                 collected.env.append(infos)
                 collected.valid.append(valid)
                 if not ended:
                     continue
 
-                # The last observation of an episode stays, with the memory that belongs to it.
+                # Keep the last observation of each episode, and the recurrent state that belongs to
+                # it.
                 term = env_rows.term[at + t + 1]
                 for b, obs in final.items():
                     column = slice(b, b + 1)
-                    memory = nested.map(lambda x, column=column: x[:, column].clone(), hx)
-                    end = End(begin + t, b, obs, memory, bool(term[b]))
+                    last_hx = nested.map(lambda x, column=column: x[:, column].clone(), hx)
+                    end = End(begin + t, b, obs, last_hx, bool(term[b]))
                     collected.ends.append(end)
                 engine.renew(t, self._reset(hx, ended))
         except Exception as e:
             fault = e
 
-        # The environments check their steps now, if they have not done so at each step. An error
-        # that this raises belongs to an earlier step than `fault`, so it comes first.
+        # The environments now check the steps that they have not checked yet. If this raises an
+        # error, it is that of an earlier step than `fault`, so it is raised instead of `fault`.
         envs.settle(env_rows, at)
         if fault is not None:
             raise fault
-        reports, self.act, self.hx = self._engine_end(
-            rows,
-            begin,
-            n,
-        )
+        reports, self.act, self.hx = self._engine_end(rows, begin, n)
         collected.reports.extend(reports)
 
     def _load(self):
-        """Let the engine take the weights of the moment.
+        """Let the engine read the current weights.
 
-        torch takes over if the actor cannot be exported any more, and 'auto' is chosen.
+        With 'auto', torch takes over if the actor can no longer be exported.
         """
         with self.checked.calling_step:
             try:
@@ -234,7 +214,10 @@ class Interaction(TickSource):
                 self._use(instead(self.checked.answer, e))
 
     def ticks(self) -> Iterator[Tick]:
-        "Yield a `Tick` for each step, without end; or for the steps that `collect_into` asked for."
+        """Yield a `Tick` for each step, without end.
+
+        After `collect_into`, the next tick is for all steps that fit into its rows.
+        """
         rows = self.envs.rows()
         t = 0
         next_state = self.state
@@ -248,7 +231,7 @@ class Interaction(TickSource):
             if self.engine.name != "torch":
                 self._load()
 
-            # All steps for which a collector gave rows, or one step into rows of our own
+            # Take all steps for which a collector has given rows, or one step into rows of our own.
             if self.next_rows is not None:
                 self._collect(self.next_rows, collected)
             else:
@@ -259,7 +242,7 @@ class Interaction(TickSource):
                 self._run(rows, t, 1, collected)
                 t += 1
                 self.row = rows.rows[t]
-                final = {b: (obs, memory) for _, b, obs, memory, _ in collected.ends}
+                final = {b: (obs, last_hx) for _, b, obs, last_hx, _ in collected.ends}
 
             next_state = self.state
             yield Tick(
@@ -278,9 +261,10 @@ class Interaction(TickSource):
             )
 
     def _collect(self, rows, collected):
-        """Take all steps for which there are rows, as many at a time as the engine can.
+        """Take all steps that fit into `rows`, as many at a time as the engine can.
 
-        What the next step needs is copied: answers may be views of rows, which may be reused.
+        The row, the action and the recurrent state that the next step needs are copied, because
+        they may be views of rows that are used again.
         """
         self.next_rows = None
         begin = 0
@@ -293,17 +277,13 @@ class Interaction(TickSource):
             self.act, self.hx = nested.map(torch.clone, (self.act, self.hx))
 
     def collect_into(self, rows: Rows) -> bool:
-        "See `TickSource`. Nothing happens if rows must be page-locked."
+        "See `TickSource`. Returns False, and does nothing, if the rows must be page-locked."
         self.next_rows = None if self.envs.pinned else rows
         return not self.envs.pinned
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         "The actor's virtual reaction `(act, info)`: see `TickSource`."
-        act, _, info = self._answer(
-            State(*map(as_input, state)),
-            hx,
-            virtual=True,
-        )
+        act, _, info = self._answer(State(*map(as_input, state)), hx, virtual=True)
         return act, info
 
     def complete(self, act: Any, info: Any) -> Any:

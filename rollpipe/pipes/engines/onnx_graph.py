@@ -30,11 +30,12 @@ from .reactions import OF_TORCH
 from ..graph.modules import comparable, content_of, globals_in, names_in
 
 # %% ../../../nbs/pipes/11_engines/02_onnx_graph.ipynb #258ae9b3
+# Operators that compute each element alone, and do not depend on the dimensions
 _ELEMENTWISE = frozenset(
     """Abs Add And Cast Clip Div Elu Equal Erf Exp Greater Identity LeakyRelu Less Log Max Min Mul
     Neg Not Or Pow Relu Sigmoid Softplus Sqrt Sub Tanh Where""".split()
 )
-# Operators that are allowed if their axis is not the time dimension
+# Operators along one axis. They are allowed if this is not the time dimension.
 _ALONG_AXIS = frozenset("ArgMax Concat LayerNormalization LogSoftmax Softmax".split())
 
 
@@ -49,7 +50,8 @@ def without_time(model: Any) -> Any:
     new.CopyFrom(model)
     graph = new.graph
 
-    # Names of the values that lose the time dimension: first inputs, then what follows from them
+    # Names of the values that lose the time dimension: the inputs that have one, and then all
+    # values that are computed from them
     shortened = {x.name for x in graph.input if _is_input_with_time(x)}
     if not all(_shorten_outputs(node, shortened) for node in graph.node):
         return model
@@ -57,7 +59,8 @@ def without_time(model: Any) -> Any:
         if x.name in shortened:
             del _dims(x)[0]
 
-    # The shapes that ONNX infers must be those of before, without the time dimension.
+    # ONNX infers the shapes of both graphs. Those of the new one must be the old ones without the
+    # time dimension.
     try:
         shapes_before = _inferred_shapes(model)
         shapes_after = _inferred_shapes(new)
@@ -66,7 +69,7 @@ def without_time(model: Any) -> Any:
     if not shortened <= shapes_before.keys():
         return model
 
-    # The result of `Shape` is a list, which has become shorter.
+    # The results of `Shape` are left out: each is a list of sizes, which has become shorter.
     lists = {node.output[0] for node in graph.node if node.op_type == "Shape"}
     for name, shape in shapes_before.items():
         expected = shape[1:] if name in shortened else shape
@@ -78,10 +81,12 @@ def without_time(model: Any) -> Any:
 def _shorten_outputs(node, shortened):
     """Add the outputs of `node` to `shortened`, the names of values without time dimension.
 
-    False if `node` might use that dimension.
+    Returns False, and adds nothing, if `node` might use that dimension.
     """
     if not any(x in shortened for x in node.input):
         return True
+
+    # Each branch is for a kind of operator that does not use the time dimension.
     axis = next((x for x in node.attribute if x.name == "axis"), None)
     has_other_axis = axis is not None and axis.i != 0
     if node.op_type in _ALONG_AXIS and node.input[0] in shortened and has_other_axis:
@@ -99,6 +104,7 @@ def _shorten_outputs(node, shortened):
 
 
 def _is_input_with_time(x):
+    "Is `x` an input `[1, B, ...]`, and no weight?"
     dims = _dims(x)
     return x.name.startswith("input_") and len(dims) > 1 and dims[0].dim_value == 1
 
@@ -154,7 +160,7 @@ def to_onnx(pure: PureStep) -> bytes:
     names += [f"input_{k}" for k in range(n_inputs)]
     file = io.BytesIO()
 
-    # torch would print a graph that fails.
+    # Without this patch, torch prints the graph if the export fails.
     silent_log = patch("torch._C._jit_onnx_log", create=True)
     try:
         with hushed(), torch.no_grad(), silent_log:
@@ -188,7 +194,10 @@ def to_onnx(pure: PureStep) -> bytes:
 
 
 def _reason(e, where):
-    "The reason for an exporter's exception `e`, by the modules `where` operators were called."
+    """The reason why the exporter raised `e`, as a text.
+
+    `where` is that of `Calls`: name of an operator -> name of the module that called it.
+    """
     operator = re.search(r"operator '(?:\w+::)?(\w+)'", str(e))
     if operator is None:
         return describe_exception(e, 300)
@@ -217,6 +226,7 @@ def open_session(graph: bytes) -> Any:
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 # %% ../../../nbs/pipes/11_engines/02_onnx_graph.ipynb #a7e7f2c0
+# Packages whose functions and classes are not searched, because their constants stay
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "gymnasium"}
 _OURS = "rollpipe"
 _KNOWN = {*_LIBRARIES, _OURS}
@@ -229,21 +239,25 @@ def _package(x) -> str:
 
 
 class Reads:
-    "Collects what code may read besides its arguments."
+    """Collects the values that code may read besides its arguments.
 
-    tables: list  # (text, dict): the attributes of a part or a class
-    values: list  # (text, function that gets the value): globals and closures
-    within: list  # (text, function that gets the value): attributes, which may change within
+    Each list has pairs that begin with a text, which names the value in messages. `get()` returns
+    the present value.
+    """
+
+    tables: list  # (text, dict): the attributes of a part or a class, to see which were replaced
+    values: list  # (text, get): globals and closures
+    within: list  # (text, get): attributes whose values may be changed in place
 
     def __init__(self):
         self.tables = []
         self.values = []
         self.within = []
-        # id -> object that was visited, which keeps its id in use
+        # id -> object that was visited. It stays here, so that no other object gets its id.
         self.seen = {}
 
     def owner(self, name: str, owner: Any) -> None:
-        "Add an actor, or a part of one: its attributes, and what its class reads."
+        "Add the attributes of an actor, or of a part of one, and what they and its class read."
         attributes = getattr(owner, "__dict__", {})
         keys = attributes.keys() - OF_TORCH
         if _package(owner) in _KNOWN:
@@ -253,7 +267,7 @@ class Reads:
             self.visit(x)
 
     def visit(self, x: Any) -> None:
-        "Add what a class, a function, or the class of an object reads."
+        "Add what the code of `x` reads: of a class, a function, or the class of another object."
         if inspect.ismodule(x) or _package(x) in _LIBRARIES or id(x) in self.seen:
             return
         self.seen[id(x)] = x
@@ -262,7 +276,7 @@ class Reads:
         elif inspect.isfunction(x):
             self._function(x)
 
-        # Wrappers of functions, and the classes of all other objects
+        # Wrappers of functions, and then the classes of all other objects
         elif isinstance(x, (staticmethod, classmethod)) or inspect.ismethod(x):
             self.visit(x.__func__)
         elif isinstance(x, property):
@@ -282,11 +296,7 @@ class Reads:
         keys = []
         if _package(cls) != _OURS:
             keys = [key for key in vars(cls) if not key.startswith("__")]
-        self._table(
-            f"of class {cls.__name__}",
-            vars(cls),
-            keys,
-        )
+        self._table(f"of class {cls.__name__}", vars(cls), keys)
         for x in (*vars(cls).values(), *cls.__bases__):
             self.visit(x)
 
@@ -295,16 +305,15 @@ class Reads:
         if _package(f) == _OURS:
             return
         for name in {*globals_in(f.__code__)} & f.__globals__.keys():
-            self._value(
-                f,
-                name,
-                partial(f.__globals__.get, name),
-            )
+            self._value(f, name, partial(f.__globals__.get, name))
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
             self._value(f, name, partial(content_of, cell))
 
     def _value(self, f, name, get):
-        "Add a value that the function `f` reads by this name; of a module, what `f` names of it."
+        """Add a value that the function `f` reads by this name.
+
+        Of a module, only those values are added whose names occur in `f`.
+        """
         value = get()
         if not inspect.ismodule(value):
             self.values.append((f"{name}, which {f.__qualname__} reads,", get))
@@ -317,11 +326,7 @@ class Reads:
             return
         self.seen[visit] = value
         for key in {*names_in(f.__code__)} & vars(value).keys():
-            self._value(
-                f,
-                key,
-                partial(vars(value).get, key),
-            )
+            self._value(f, key, partial(vars(value).get, key))
 
 # %% ../../../nbs/pipes/11_engines/02_onnx_graph.ipynb #0b260076
 class Constants:
@@ -349,13 +354,14 @@ class Constants:
         self.before = tuple(map(dict, self.tables))
         self.values = [(text, get, get()) for text, get in reads.values]
 
-        # Containers and objects may have changed within.
+        # Containers and objects may be changed in place, so their content is compared, too.
         self.within = []
         for text, get in (*reads.within, *reads.values):
             if _may_change(get()):
                 self.within.append((text, get, comparable(get())))
 
-        # A parameter or buffer may appear or vanish, and tied weights may part.
+        # A parameter or buffer may be added or removed. And weights that were tied, so that several
+        # modules had one tensor, may become different tensors.
         self.filled = []
         for part, name in weights.parts.items():
             for slots in (part._parameters, part._buffers):
@@ -369,7 +375,7 @@ class Constants:
             if attribute:
                 return attribute
 
-        # Parameters and buffers that appeared or vanished
+        # Parameters and buffers that were added or removed
         for name, slots, before in self.filled:
             now = _filled(slots)
             if now != before:
@@ -383,7 +389,7 @@ class Constants:
             if comparable(get()) != before:
                 return text
 
-        # Tied weights that parted
+        # Weights that are no longer tied
         for (first_slots, first_key, _), *others in self.tied:
             weight = first_slots[first_key]
             if any(slots[key] is not weight for slots, key, _ in others):
@@ -404,6 +410,7 @@ class Constants:
 
 
 def _filled(slots):
+    "The names of the parameters or buffers that are not None."
     return {name for name, x in slots.items() if x is not None}
 
 

@@ -53,7 +53,8 @@ class Weights:
 
     def tensors(self) -> list:
         "The current weights, without gradients."
-        first_places = [places[0] for places in self.places]  # all places of a weight have it
+        # All places of a tied weight hold the same tensor, so the first one suffices.
+        first_places = [places[0] for places in self.places]
         return [slots[key].detach() for slots, key, _ in first_places]
 
     def put(self, tensors: Any) -> None:
@@ -82,8 +83,8 @@ class Calls(TorchFunctionMode):
         parts: module -> name
     """
 
-    # name of a function -> name of the module. `add`, `add_` and `__add__` are one name, because an
-    # exporter's message may have another one of them than the call.
+    # Name of a function, without underscores around it -> name of the module. The actor may call
+    # `__add__` or `add_` where the exporter's message speaks of `add`.
     where: dict
 
     def __init__(self, parts: dict):
@@ -117,14 +118,16 @@ class Operators(TorchDispatchMode):
 
     Args:
         calls: knows the module that is being executed
-        known: tensors that operators may read, beside those that are computed from them
+        known: tensors that operators may read; they may also read what was computed from these
     """
 
     def __init__(self, calls: Calls, known: Any):
         super().__init__()
         self.calls = calls
-        # Memory stays in use, else an unknown tensor might get a known address.
+        # All tensors so far. They stay in memory, because otherwise a tensor that is not known
+        # might get the address of one that is.
         self.in_use = []
+        # Addresses of the memories that operators may read
         self.known = {_memory(x) for x in known}
         # Number of multiplications in convolutions
         self.convolutions = 0
@@ -140,7 +143,8 @@ class Operators(TorchDispatchMode):
         place = self.calls.place()
         self.calls.where.setdefault(name.strip("_"), place)
 
-        # What it reads: `lift_fresh` makes a tensor of a constant in the code.
+        # The operator must read known tensors only. `lift_fresh` is allowed: it makes a tensor of a
+        # constant in the code.
         inputs = _tensors_in((args, kwargs))
         unknown = [x for x in inputs if x.numel() and _memory(x) not in self.known]
         if unknown and name != "lift_fresh":
@@ -148,13 +152,14 @@ class Operators(TorchDispatchMode):
                 f"`{name}` in {place} reads a tensor that is no input, parameter or buffer"
             )
 
-        # What torch says about it
+        # torch tells by tags what the result depends on.
         if torch.Tag.data_dependent_output in func.tags:
             raise Impure(f"`{name}` in {place} hands a value to Python, which may decide by it")
         if torch.Tag.dynamic_output_shape in func.tags:
             raise Impure(f"`{name}` in {place} gives a shape that depends on values")
 
-        # An operator that may draw random numbers, such as dropout, may not do so.
+        # Some operators may draw random numbers, such as dropout, which draws none in evaluation
+        # mode. So the state of the generator is compared.
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         state = torch.get_rng_state() if may_draw else None
         out = func(*args, **(kwargs or {}))
@@ -206,7 +211,8 @@ class PureStep(torch.nn.Module):
         self.names = weights.names
         self.calls = Calls(weights.parts)
 
-        # Closures hold the actor, because the tracer looks for modules in attributes.
+        # The tracer looks for modules in the attributes of this module, and must not see the actor.
+        # So closures hold the actor, and no attribute does.
         def run(*tensors):
             weights.put(tensors[: self.n_weights])
             state, hx, noise = spec.unflatten(tensors[self.n_weights :])
@@ -227,11 +233,11 @@ class PureStep(torch.nn.Module):
             return tuple(self._run(*tensors)[0])
 
     def error(self, why: str) -> ActorError:
-        "The error with the reason `why` the actor cannot be exported."
+        "An error which says that the actor cannot be exported, and why."
         return ActorError(f"{self.name}.step cannot be exported: {why}")
 
     def _examine(self, hx):
-        "Run the actor once, and check each operator."
+        "Run the actor once for the example, and check each operator. `hx` is that of the example."
         example = tuple(x.clone() for x in self.example)
         self._put(example[: self.n_weights])
         before = compared_attributes(self._actor())

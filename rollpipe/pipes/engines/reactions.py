@@ -119,7 +119,8 @@ class SeededActor:
         "Continue from a state that `get_state` returned."
         now, self.global_state, before, at = state
 
-        # A block that was drawn is drawn again, which leads the generator to its state `now`.
+        # The state holds no noise. So a block that had been drawn is drawn again, from the state
+        # of the generator before it. Afterwards the generator has the state `now`.
         if before is None:
             self.generator.set_state(now)
         else:
@@ -188,11 +189,7 @@ class AnswerCheck:
 
     def calling(self, method: str) -> located:
         "A `with` block in which an exception of the actor's `method` becomes an `ActorError`."
-        return located(
-            f"{self.name}.{method}",
-            ActorError,
-            **self.where,
-        )
+        return located(f"{self.name}.{method}", ActorError, **self.where)
 
     def triple(self, answer: Any) -> tuple:
         "Return `answer`. Raises `ActorError` unless it is a triple `(act, hx, info)`."
@@ -235,7 +232,7 @@ class AnswerCheck:
     def check_part(self, name: str, tree: Any, n: int, method: str = "step") -> None:
         """Check one part of an answer. Raises `ActorError`.
 
-        It may be a recurrent state that the actor's `reset` returned.
+        The part may also be a recurrent state that the actor's `reset` returned.
 
         Args:
             name: 'act', 'hx' or 'info'
@@ -244,7 +241,7 @@ class AnswerCheck:
             method: the actor's method that returned it
         """
         if name == "hx" and not nested.leaves((self.first[name], tree)):
-            return  # without memory, any empty container will do
+            return  # an actor without recurrent state may return any empty container
 
         def for_n_envs(x):
             return x.new_empty((x.shape[0], n, *x.shape[2:]), device="meta")
@@ -265,24 +262,9 @@ class AnswerCheck:
     def _learn(self, act, hx, info):
         "Store the first answer, if it is valid."
         n_envs = len(self.envs)
-        self._check_lead(
-            "act",
-            act,
-            (1, n_envs),
-            self.step,
-        )
-        self._check_lead(
-            "info",
-            info,
-            (1, n_envs),
-            self.step,
-        )
-        self._check_lead(
-            "hx",
-            hx,
-            ("layers", n_envs),
-            self.step,
-        )
+        self._check_lead("act", act, (1, n_envs), self.step)
+        self._check_lead("info", info, (1, n_envs), self.step)
+        self._check_lead("hx", hx, ("layers", n_envs), self.step)
 
         # numpy refuses tensors that require gradients.
         if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):
@@ -319,17 +301,12 @@ class AnswerCheck:
                 got="None",
                 **self.where,
             )
-        self._check_lead(
-            "info",
-            info,
-            lead,
-            f"{self.name}.complete",
-        )
+        self._check_lead("info", info, lead, f"{self.name}.complete")
 
     def _check_lead(self, name, tree, lead, method):
-        """Raise `ActorError` unless each leaf is a tensor whose first dimensions are `lead`.
+        """Raise `ActorError` unless each leaf is a tensor whose first two dimensions are `lead`.
 
-        The first of them is 'layers' if any number will do.
+        `lead` is `(T, n)`, or `('layers', n)` if the first dimension may have any size.
         """
         length, n = lead
         for k, x in enumerate(nested.leaves(tree)):
@@ -421,9 +398,10 @@ class Unchanging:
 
     def __init__(self, holders: Iterable, warn: Callable):
         self.warn = warn
-        self.n_items = 0
-        # Names of the attributes of which was warned
-        self.warned = set()
+        self.n_items = 0  # number of items so far
+        self.warned = set()  # names of the attributes that a warning has named
+
+        # Each holder once
         holders = list({id(x): x for x in holders}.values())
 
         def is_actor(x):
@@ -431,15 +409,18 @@ class Unchanging:
 
         self.actors = list(filter(is_actor, holders))
 
-        # The dicts of all parameters and buffers, each once, with their first holder and with what
-        # the names of their entries begin with
+        # torch keeps the parameters of a module in one dict, and its buffers in another. `tables`
+        # has each of these dicts once, as `(holder, prefix, dict)`: the first holder in which it
+        # occurs, the beginning of the names of its entries in messages, and the dict itself.
         tables = {}
         for holder in holders:
             for module in modules_in(holder):
                 for name, part in module.named_modules():
-                    within = f"{name}." if name else ""
-                    for kind, slots in (("parameter", part._parameters), ("buffer", part._buffers)):
-                        tables.setdefault(id(slots), (holder, f"{kind} {within}", slots))
+                    prefix = f"{name}." if name else ""
+                    parameters = (holder, f"parameter {prefix}", part._parameters)
+                    buffers = (holder, f"buffer {prefix}", part._buffers)
+                    tables.setdefault(id(part._parameters), parameters)
+                    tables.setdefault(id(part._buffers), buffers)
         self.tables = list(tables.values())
 
     def during(self, lane: int) -> "Unchanging":
@@ -448,10 +429,11 @@ class Unchanging:
         return self
 
     def __enter__(self) -> None:
-        # Values are compared at the items 1, 2, 4, 8, ...: a power of two has no bit in common with
-        # the number before it.
-        is_power_of_2 = self.n_items > 0 and self.n_items & (self.n_items - 1) == 0
-        self.closely = is_power_of_2
+        # Values are compared at the items 1, 2, 4, 8, ... only, because that takes longer. A power
+        # of two has no bit in common with the number before it.
+        self.closely = self.n_items > 0 and self.n_items & (self.n_items - 1) == 0
+
+        # The attributes and tensors before the item is collected
         self.attributes = [compared_attributes(x) for x in self.actors] if self.closely else []
         self.before = self._look(self.closely)
 
@@ -466,10 +448,11 @@ class Unchanging:
         self.n_items += 1
 
     def _look(self, closely) -> dict:
-        """(number of its table, name) -> identity and number of in-place changes of each parameter
-        and buffer, None for a lazy one.
+        """The facts to compare of each parameter and buffer: (number of its table, name) -> facts.
 
-        With `closely`, also an object that compares its values.
+        These are the identity of the tensor, the number of its in-place changes, and with `closely`
+        an object that compares its values. They are None for a lazy tensor, which has no values
+        yet.
         """
         facts = {}
         for k, (_, _, slots) in enumerate(self.tables):
@@ -496,13 +479,13 @@ class Unchanging:
         if not changed:
             return
 
-        # The holder of the first one, and the names of all
+        # The error names the holder of the first of these tensors, and all tensors.
         first_table, _ = changed[0]
         holder, _, _ = self.tables[first_table]
         names = []
         for k, name in changed:
-            _, beginning, _ = self.tables[k]
-            names.append(beginning + name)
+            _, prefix, _ = self.tables[k]
+            names.append(prefix + name)
         raise ActorError(
             f"{type(holder).__name__} changed while a lane collected",
             lane=self.lane,
@@ -529,9 +512,9 @@ class Unchanging:
 class StagedRows(Rows):
     """Rows that are used again and again, with the answers of an actor beside the states.
 
-    The states and `hx` have `n + 1` rows, because the answer in row `t` leads to row `t + 1`. The
-    caller steps the environments and writes row `t + 1` of `state`, and an engine writes row
-    `t + 1` of `hx`.
+    The states and `hx` have `n + 1` rows, because the answer in row `t` leads to row `t + 1`. In
+    step `t`, the environments write row `t + 1` of `state`, and an engine writes row `t + 1` of
+    `hx`.
 
     Args:
         state: an example, numpy [B, ...]
@@ -543,24 +526,20 @@ class StagedRows(Rows):
     MAX_STEPS = 128
     # Maximum size of the rows [bytes], unless one step takes more
     MAX_BYTES = 2**23
-    hx: Any  # leaves [n + 1, layers, B, ...]; `()` without memory
+    hx: Any  # leaves [n + 1, layers, B, ...]; `()` if the actor has no recurrent state
     act: Any  # leaves [n, B, ...]
     info: Any  # what the actor reports, leaves [n, B, ...]
 
     def __init__(self, state: State, answer: tuple, n_steps: int = MAX_STEPS):
         act, hx, info = nested.map(lambda x: x.detach().cpu().numpy(), answer)
 
-        # As many steps as fit
+        # As many steps as fit into `MAX_BYTES`
         size = sum(x.nbytes for x in nested.leaves((state, act, hx, info)))
         n = max(1, min(n_steps, self.MAX_STEPS, self.MAX_BYTES // max(1, size)))
         self.n = n
 
         # States and recurrent states have one row more than answers.
-        super().__init__(
-            state,
-            n + 1,
-            np.zeros,
-        )
+        super().__init__(state, n + 1, np.zeros)
         self.hx = nested.map(lambda x: np.zeros((n + 1, *x.shape), x.dtype), hx)
 
         def one_per_step(x):
@@ -591,7 +570,7 @@ class StagedRows(Rows):
         self.term[1:] = False
 
     def put_act(self, t: int, act: Any) -> None:
-        "Nothing happens, because an engine writes the actions."
+        "Do nothing: an engine has written the action already."
 
     def copy_to(self, rows: Rows, begin: int, n: int) -> None:
         "Copy the results of `n` steps to the rows that follow row `begin`."
@@ -628,7 +607,8 @@ class TorchEngine:
 
         Returns the rows in which the environments step, and the number of the present row there.
         """
-        # Views of single rows are made for a part of many rows.
+        # `Rows` makes a view of each row, also of those that are not needed. So of many rows, only
+        # the part of these steps is used.
         if len(rows) <= rows.MANY:
             self.rows = rows
             self.at = begin
@@ -653,5 +633,5 @@ class TorchEngine:
 
     def end(self, rows: Rows, begin: int, n: int) -> tuple:
         "`(reports, act, hx)` after the last step."
-        del self.rows  # so that only the caller has its memory
+        del self.rows  # so that the caller alone decides how long this memory lives
         return self.reports, self.act, self.hx

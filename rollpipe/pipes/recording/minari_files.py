@@ -53,7 +53,7 @@ def set_folder(name: str, folder: Any = None) -> Path:
 
     Args:
         name: such as 'mujoco/ant/expert-v0'
-        folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
+        folder: folder of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
     # Minari reads no namespace of a single character, such as 'a/expert-v0', where the last slash
     # is at index 1.
@@ -84,7 +84,7 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """A new hidden folder, which becomes `path` if the block succeeds and is removed if it fails.
 
     A killed writer leaves `.name.*.tmp`, and at the worst instant the older folder as
-    `.name.*.old`. Raises `DataError` if the folder exists.
+    `.name.*.old`. Raises `DataError` if the folder exists and must not be replaced.
 
     Args:
         path: the folder
@@ -92,6 +92,7 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """
 
     def refuse():
+        "Raise `DataError` if there is a folder that must not be replaced."
         if path.exists() and not replace:
             raise DataError(
                 f"{path}: there is such a data set", expected="another name, or `replace=True`"
@@ -108,8 +109,8 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
             with open(file, "rb+") as f:
                 os.fsync(f.fileno())
 
-        # A folder that is not empty cannot be replaced in one step. So the older one is moved away,
-        # unless somebody has made one meanwhile that must not be replaced.
+        # A folder that is not empty cannot be replaced in one step, so it is moved away first.
+        # Another process may have made such a folder meanwhile, so `refuse` looks again.
         refuse()
         if path.exists():
             path.rename(old)
@@ -122,6 +123,7 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #09a19ac1
+# Name of a space's class -> attributes that Minari stores
 _FIELDS = {
     "Box": ("dtype", "shape", "low", "high"),
     "Discrete": ("dtype", "start", "n"),
@@ -131,9 +133,9 @@ _FIELDS = {
 
 
 def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
-    """The space in JSON's types.
+    """The facts of a space, in JSON's types.
 
-    Raises `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form.
+    Raises `SpaceError` for a space without a fixed-size array form. `leaf` is its name there.
 
     >>> from gymnasium.spaces import Discrete
     >>> from rollpipe.pipes.recording.minari_files import space_facts
@@ -141,22 +143,20 @@ def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
     {'type': 'Discrete', 'dtype': 'int64', 'start': 0, 'n': 3}
     """
 
-    # Containers of spaces
     def facts_in(parts):
         return {key: space_facts(part, f"{leaf}[{key!r}]") for key, part in parts}
 
+    # Containers of spaces
     if isinstance(space, spaces.Dict):
         return dict(type="Dict", subspaces=facts_in(space.spaces.items()))
     if isinstance(space, spaces.Tuple):
         parts = facts_in(enumerate(space.spaces))
         return dict(type="Tuple", subspaces=list(parts.values()))
 
+    # All other spaces have the attributes in `_FIELDS`.
     kind = next((kind for kind in _FIELDS if isinstance(space, getattr(spaces, kind))), None)
     if kind is None:
-        raise no_array_form(
-            str(space),
-            leaf,
-        )
+        raise no_array_form(str(space), leaf)
     facts = dict(type=kind)
     for field in _FIELDS[kind]:
         x = getattr(space, field)
@@ -168,10 +168,10 @@ def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
 
 
 def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
-    """The space that was stored.
+    """The space with these facts, see `space_facts`.
 
-    Raises KeyError, TypeError or ValueError if these are not the facts of a space, and
-    `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form.
+    Raises KeyError, TypeError or ValueError if they are not the facts of a space, and `SpaceError`
+    for a space without a fixed-size array form. `leaf` is its name there.
     """
     kind = facts["type"]
 
@@ -184,10 +184,7 @@ def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
     if kind == "Tuple":
         return spaces.Tuple([space for _, space in spaces_of(enumerate(facts["subspaces"]))])
     if kind not in _FIELDS:
-        raise no_array_form(
-            f"{kind} in the data set",
-            leaf,
-        )
+        raise no_array_form(f"{kind} in the data set", leaf)
 
     # The arguments of the space's class
     kwargs = {field: facts[field] for field in _FIELDS[kind] if field in facts}
@@ -223,9 +220,9 @@ def write_tree(group: Any, name: str, tree: Any) -> None:
 
 
 class Room:
-    """Room on the disk for an HDF5 file.
+    """Reserves room on the disk for an HDF5 file.
 
-    It is reserved in blocks, because this takes as long as writing.
+    Room is reserved in large blocks, because each reservation takes about as long as a write.
 
     Args:
         file: the HDF5 file
@@ -243,7 +240,8 @@ class Room:
 
     def take(self, arrays: list) -> None:
         "Reserve room for these arrays. Raises `OSError` if there is too little."
-        # A generous estimate, because blocks may not be full, and HDF5 stores facts of each array
+        # The estimate is generous, because blocks may not be full, and HDF5 also stores facts of
+        # each array.
         needed = sum(2 * x.nbytes + 2**14 for x in arrays)
         if needed > self.reserved:
             self.file.flush()
@@ -253,10 +251,7 @@ class Room:
                     size = self.file.id.get_filesize() + self.reserved
                     os.posix_fallocate(self.raw.fileno(), 0, size)
                 elif shutil.disk_usage(self.raw.name).free < self.reserved:
-                    raise OSError(
-                        errno.ENOSPC,
-                        os.strerror(errno.ENOSPC),
-                    )
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.reserved -= needed
 
 
@@ -346,7 +341,9 @@ def opened_data_set(path: Path, **where: Any) -> Iterator[None]:
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #71e595ba
 def check_contained(file: Any, most: int) -> None:
-    """Raise `DataError`, which names the node, unless an HDF5 file has all of its numbers itself.
+    """Raise `DataError`, which names the node, if an HDF5 file refers to other files.
+
+    The error is also raised for a block of numbers that is too large.
 
     Args:
         file: the open file
@@ -381,10 +378,7 @@ def check_contained(file: Any, most: int) -> None:
 def _check_numbers(node: Any, most: int) -> None:
     "Raise `DataError` for an array in other files, or with blocks of more than `most` bytes."
     if node.external or node.is_virtual:
-        raise DataError(
-            f"{node.name} reads other files",
-            expected="numbers in the file itself",
-        )
+        raise DataError(f"{node.name} reads other files", expected="numbers in the file itself")
     size = math.prod(node.chunks or ()) * node.dtype.itemsize
     if size > most:
         raise DataError(
@@ -397,7 +391,7 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
 
     Raises `DataError` if one of them is not known.
     """
-    # An instance knows the spaces. It is closed if it was constructed here.
+    # An instance of the environment has the spaces. If it was constructed here, it is closed again.
     spec = None
     if env is not None:
         if isinstance(env, gym.Env):
@@ -433,11 +427,11 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
 
 
 class _Likes(NamedTuple):
-    """Nested arrays without the first dimension, in two dtypes.
+    """Two examples of an element of a space, as nested arrays. They differ in their dtypes.
 
     Args:
-        fragment: in the dtypes that fragments have, such as int32
-        space: in those of the space, such as uint16
+        fragment: with the dtypes that fragments have, such as int32
+        space: with the dtypes of the space, such as uint16
     """
 
     fragment: Any
@@ -461,18 +455,14 @@ def _conforming(tree, likes, name):
         form.check(nested.getitem(tree, 0))
         return nested.map(cast_exactly, tree, likes.space)
     except OverflowError as e:
-        raise DataError(
-            "a number does not fit the space",
-            leaf=name,
-            got=str(e),
-        ) from e
+        raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #9294fbe4
 def _write(file, room, n, episode, obs_likes, act_likes, forms):
     """Write episode `n`.
 
-    `forms` has the shapes of all infos so far, path -> shape of one step. Those of this episode are
-    added.
+    `forms` has the shape of each info in the episodes so far: path -> shape of one step. Those of
+    this episode are added.
     """
     # Infos have a row before the first step, which is marked as missing.
     n_steps = len(episode.rew)
@@ -544,13 +534,13 @@ def to_minari(
         name: such as 'cartpole/expert-v0'
         env: gymnasium id, `EnvSpec`, environment, or a function that makes one; None: the set does
             not say how to make it
-        observation_space: of the recorded observations; None: that of `env`
-        action_space: of the recorded actions; None: that of `env`
+        observation_space: space of the recorded observations; None: that of `env`
+        action_space: space of the recorded actions; None: that of `env`
         unfinished: see `whole_episodes`
-        repeat_last: True: where the last observation of a terminated episode is not known, repeat
-            the one before it. The attribute `repeated_last_observation` of the episode says so
+        repeat_last: True: if the last observation of a terminated episode is not known, repeat the
+            one before it, and set the attribute `repeated_last_observation` of the episode
         metadata: further facts, such as `author`, `algorithm_name` or `description`
-        folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
+        folder: folder of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
         replace: True: remove an older set of this name
     """
     h5py = hdf5()
@@ -571,7 +561,8 @@ def to_minari(
     if spec:
         about["env_spec"] = spec
 
-    # The user's facts are checked now, because an error at the end would lose the episodes.
+    # Check the user's facts before any episode is collected. An error at the end would lose all
+    # episodes.
     duplicates = about.keys() & (metadata or {})
     if duplicates:
         raise DataError(

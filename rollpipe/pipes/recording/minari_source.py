@@ -59,7 +59,7 @@ def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
         n_columns: number of columns
     """
     columns = [[] for _ in range(n_columns)]
-    # (the step from which on it is free, column), a heap
+    # A heap of `(step from which on the column is free, column)`
     free = [(0, b) for b in range(n_columns)]
     for k in map(int, order):
         step, b = heappop(free)
@@ -69,9 +69,9 @@ def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
 
 # %% ../../../nbs/pipes/29_recording/04_minari_source.ipynb #976e9443
 def _form(node, name, old=None):
-    """The value in place of a missing info: nan or 0, in the form of the info's node.
+    """The value that replaces a missing info: an array of nan or 0, with the shape of one step.
 
-    Raises `DataError` unless the info has numbers, in the shape of `old`.
+    Raises `DataError` unless the info has numbers, with the same shape as in earlier episodes.
 
     Args:
         node: the info of one episode in the file: a dataset [T+1, ...], or a group of them
@@ -165,11 +165,7 @@ class StoredEpisodes:
                 names.add(key)
                 if info_keys is not None and key.removeprefix("_") not in info_keys:
                     continue
-                self.infos[key] = _form(
-                    node,
-                    f"episode_{k}/infos[{key!r}]",
-                    self.infos.get(key),
-                )
+                self.infos[key] = _form(node, f"episode_{k}/infos[{key!r}]", self.infos.get(key))
                 counts[key] += 1
         unknown = {*(info_keys or ())} - {*counts}
         if unknown:
@@ -195,22 +191,13 @@ class StoredEpisodes:
         flag = np.zeros((), bool)
 
         def arrays(key, like, n_rows):
-            return arrays_in(
-                group[key],
-                like,
-                n_rows,
-                f"episode_{k}/{key}",
-            )
+            return arrays_in(group[key], like, n_rows, f"episode_{k}/{key}")
 
         infos = {}
         for key, like in self.infos.items():
             path = f"infos/{key}"
             if path in group:
-                infos[key] = arrays(
-                    path,
-                    like,
-                    n + 1,
-                )
+                infos[key] = arrays(path, like, n + 1)
         like_obs, like_act = self.likes
         return StoredEpisode(
             n=n,
@@ -245,7 +232,7 @@ class PlayedRows:
         self.ends = []  # (t, b, observation) of each end of an episode
 
         def block(like, n):
-            "Memory for `n` rows of all columns, filled with the example `like`: zeros, or nan."
+            "Memory for `n` rows of all columns. Each is filled with `like`: zeros, or nan."
             return nested.map(lambda x: np.full((n, n_envs, *x.shape), x, x.dtype), like)
 
         n_rows = n_steps + 1
@@ -256,13 +243,13 @@ class PlayedRows:
     def put(self, b: int, start: int, episode: StoredEpisode, is_last: bool) -> None:
         """Write the part of an episode that is in these rows.
 
-        Raises `DataError` if it goes on after its end.
+        Raises `DataError` if the episode continues after its end.
 
         Args:
-            b: its column
+            b: column of the episode
             start: number of its first row in the stream
             episode: the episode
-            is_last: True: its last observation fills up the column
+            is_last: True: no episode follows, so its last observation fills the rest of the column
         """
         n, obs, act, rew, term, trunc, infos, knows_last_obs = episode
         first = self.first
@@ -273,8 +260,10 @@ class PlayedRows:
         def rows_of(tree, like, steps):
             return nested.map(lambda x, y: as_like(x[steps], y), tree, like)
 
-        # In each paragraph, `low` and `high` limit the steps of the episode that are written.
-        # The rows from which a step leads on
+        # Each paragraph below writes the steps of the episode from `low` to `high - 1`, which are
+        # numbered in the stream.
+
+        # What stands in the row before a step: the observation and the step number
         low = max(start, first)
         high = min(end, stop)
         if low < high:
@@ -283,7 +272,8 @@ class PlayedRows:
             nested.setitem(self.obs, at, rows_of(obs, like_obs, steps))
             self.stepno[at] = np.arange(steps.start, steps.stop)
 
-        # The rows to which a step leads. To row 0, that is the last step of the fragment before.
+        # What stands in the row after a step: action, reward and termination. The step that leads
+        # to row 0 is the last one of the fragment before.
         low = max(start, first - 1)
         high = min(end, stop - 1)
         if low < high:
@@ -302,8 +292,8 @@ class PlayedRows:
             self.rew[after] = rew[steps]
             self.term[after] = terminated
 
-        # What a fragment has for each of its own steps, of which that to row 0 is none. Infos begin
-        # with a row for the reset.
+        # What a fragment has for each of its own steps: `valid` and the infos. The step that leads
+        # to row 0 is none of them. In the file, infos begin with a row for the reset.
         low = max(start, first)
         high = min(end, stop - 1)
         if low < high:
@@ -316,13 +306,13 @@ class PlayedRows:
             for key in self.stored.unmasked:
                 self.env[f"_{key}"][at] = key in infos
 
-        # The observation after the last step, if that is a step of this fragment
+        # The observation after the episode's last step, if this is a step of the fragment
         if first < end < stop and knows_last_obs:
             last_obs = rows_of(obs, like_obs, slice(n, n + 1))
             self.ends.append((end - 1 - first, b, last_obs))
 
-        # After the last episode of a column, its last observation and action are repeated. The
-        # action in row `end` is that of the last step, and stands there already.
+        # After the last episode of a column, its last observation and action are repeated. Row
+        # `end` already has the action of the last step.
         if is_last and end < stop:
             last = slice(n - 1, n)
             rest = slice(max(end - first, 0), None), b
@@ -336,15 +326,11 @@ class PlayedRows:
         steps = torch.tensor([t for t, _, _ in ends], dtype=torch.int64)
         columns = torch.tensor([b for _, b, _ in ends], dtype=torch.int64)
 
-        # If no episode ends, an empty part still tells `cat` the form of an observation.
+        # `no_obs` has no row. With it, `cat` knows the form of an observation, even if no episode
+        # ends.
         no_obs = nested.getitem(self.obs, (0, slice(0)))
         last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
-        final = Final(
-            t=steps,
-            b=columns,
-            obs=nested.torchify(last_obs),
-            actor={},
-        )
+        final = Final(t=steps, b=columns, obs=nested.torchify(last_obs), actor={})
 
         # Rewards of another dtype are kept beside those of a fragment, which are float32.
         env = dict(self.env)
@@ -376,13 +362,13 @@ class PlayedRows:
 class MinariSource(Source):
     """The episodes of a data set of Minari as `Fragment`s `[n_steps, n_envs]`, each episode once.
 
-    It is also called `from_minari`. A fragment is that of a `FragmentCollector` whose environments
-    play these episodes, with `EnvStepper(terminal_obs=True)`: `final` has the true last observation
-    of each episode, if the set has it. The actor reports nothing. Where a column has no episode
-    left, and at the end of the last fragment, rows are not `valid`. `env` has the infos of the
-    steps, without those of the resets. Unless the rewards of the set are float32,
-    `env['rollpipe.reward']` keeps them in float64. An episode whose end is not in the file counts
-    as truncated, and one that terminates and is truncated at once as terminated.
+    It is also called `from_minari`. The fragments are those that a `FragmentCollector` with
+    `EnvStepper(terminal_obs=True)` would yield if its environments played these episodes: `final`
+    has the true last observation of each episode, if the set has it. The actor reports nothing. If
+    a column has no episode left, its rows are not `valid`. `env` has the infos of the steps,
+    without those of the resets. Unless the rewards of the set are float32,
+    `env['rollpipe.reward']` has them in float64. An episode whose end is not in the file counts as
+    truncated. An episode that terminates and is truncated at the same step counts as terminated.
 
     The set is read slice by slice, and nothing in it is executed. `observation_space`,
     `action_space` and `metadata` are attributes.
@@ -396,7 +382,7 @@ class MinariSource(Source):
         n_envs: columns
         seed: determines the order of the episodes; None: as in the set
         info_keys: infos to read; None: all
-        folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
+        folder: folder of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
 
     keeps_items = drops_items = False
@@ -457,8 +443,8 @@ class MinariSource(Source):
         )
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
-        # An HDF5 file may refer to other files. `check_contained` refuses that, before any number
-        # is read.
+        # An HDF5 file may refer to other files. `check_contained` refuses such a file before any
+        # number is read.
         with opened_data_set(self.path):
             path = self.path / "main_data.hdf5"
             size = regular_size(path)
@@ -470,7 +456,7 @@ class MinariSource(Source):
                 episodes = StoredEpisodes(file, n, self.likes, self.info_keys)
             columns = self._columns(episodes.lengths)
 
-            # A resumed stream must be of the same episodes and fragments.
+            # A resumed stream must have the same episodes and the same fragments.
             identity = (
                 f"{self.name}: {len(episodes.lengths)} episodes, {sum(episodes.lengths)} steps, "
                 f"{self.n_steps} x {self.n_envs}, {self.seed}"
@@ -484,10 +470,12 @@ class MinariSource(Source):
                     got=progress["of"],
                 )
 
-            # An episode goes on in the next fragment, so about two for each column stay open.
+            # An episode may continue in the next fragment. So the last two or so of each column are
+            # kept open.
             episode = lru_cache(2 * self.n_envs)(episodes.__getitem__)
 
-            # Each column has an episode.
+            # The stream ends with the column that ends last. No column is empty: `_columns` checks
+            # that.
             last_episodes = [column[-1] for column in columns]
             n_rows = max(start + episodes.lengths[k] for start, k in last_episodes)
 
@@ -511,7 +499,7 @@ class MinariSource(Source):
             )
         bytes_of_row = LEAST_BYTES + sum(x.nbytes for x in nested.leaves(self.likes))
 
-        # A fragment must fit in memory.
+        # Raise an error if a fragment does not fit into memory.
         n_rows = self.n_steps * self.n_envs
         options = f"n_steps={self.n_steps:,}, n_envs={self.n_envs:,}"
         check_memory(options, n_rows * bytes_of_row, pipe=self)
@@ -521,19 +509,15 @@ class MinariSource(Source):
         return dealt(lengths, order, self.n_envs)
 
     def _play(self, rows, b, column, episode):
-        "Write column `b` into the rows, from the episode of the step before row 0 on."
-        # In the order of tuples, `(row,)` stands before each `(row, episode)`.
+        "Write the episodes of column `b` into the rows, also that of the step before row 0."
+        # `column` is sorted by the first row of each episode. In this order, `(row,)` comes before
+        # each `(row, episode)`.
         first = max(0, bisect_left(column, (rows.first,)) - 1)
         end = bisect_left(column, (rows.stop,))
         for k in range(first, end):
             start, number = column[k]
             with opened_data_set(self.path, leaf=f"episode_{number}"):
-                rows.put(
-                    b,
-                    start,
-                    episode(number),
-                    k == len(column) - 1,
-                )
+                rows.put(b, start, episode(number), k == len(column) - 1)
 
 
 from_minari = MinariSource

@@ -40,9 +40,9 @@ def folder_in(path: str | Path) -> Path:
 
 
 def parts_in(path: str | Path) -> list[Path]:
-    """The folders of a recording: of its lanes, in their order, or itself.
+    """The folders with the items of a recording: one for each lane, in order, or the folder itself.
 
-    Raises `DataError` if there is none, or if that of a lane is missing.
+    Raises `DataError` if there is no recording, or if the folder of a lane is missing.
 
     Args:
         path: the folder of a recording, or that of a run that records
@@ -67,11 +67,7 @@ def parts_in(path: str | Path) -> list[Path]:
     for before, part in zip(parts, parts[1:]):
         expected = _lane_name(_lane_of(before) + 1)
         if part.name != expected:
-            raise DataError(
-                f"{folder}: a lane is missing",
-                expected=expected,
-                got=part.name,
-            )
+            raise DataError(f"{folder}: a lane is missing", expected=expected, got=part.name)
     return parts or [folder]
 
 
@@ -80,7 +76,7 @@ def _lane_name(lane):
 
 
 def _lane_of(part) -> Any:
-    "The number of the lane whose folder this is; None if it is that of no lane."
+    "The number of the lane whose folder this is; None: it is no folder of a lane."
     prefix, _, number = part.name.partition("-")
     return int(number) if prefix == "lane" and number.isdigit() else None
 
@@ -90,13 +86,13 @@ def records_of_folder(
 ) -> Iterator[Record]:
     """The records of one folder.
 
-    Raises `CheckpointError`, which names the file, for a damaged one and for a missing one.
+    Raises `CheckpointError`, which names the file, if a file is damaged or missing.
 
     Args:
         folder: one of `parts_in`
         start: number of the first item; None: the first one in the folder
-        damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function
-            that gets the error instead
+        damaged: 'refuse': raise the error; 'skip': leave out the items of such a file, and say so
+            in the log; or a function that is called with the error
     """
     for file in item_files(folder):
         if start is not None and file.end <= start:
@@ -116,7 +112,7 @@ def records_of_folder(
         start = file.end
 
 
-_MISSING = object()  # in place of an item that a recording lacks
+_MISSING = object()  # the item in a record of a number that the recording lacks
 
 
 def with_gaps(records: Iterator[Record], n: int, end: int) -> Iterator[Record]:
@@ -135,7 +131,7 @@ def with_gaps(records: Iterator[Record], n: int, end: int) -> Iterator[Record]:
 
 
 def _report(error, damaged):
-    "Treat the error of a damaged or missing file as `damaged` says, see `records_of_folder`."
+    "Handle the error of a damaged or missing file. For `damaged` see `records_of_folder`."
     if callable(damaged):
         return damaged(error)
     if damaged != "skip":
@@ -144,9 +140,9 @@ def _report(error, damaged):
 
 # %% ../../../nbs/pipes/29_recording/01_replayer.ipynb #61631684
 class Answers(TickSource):
-    """Gives the answers that a tick's source gave when it was recorded.
+    """A source of a tick that gives the recorded answers.
 
-    Raises `DataError` for a request that was not made then.
+    Raises `DataError` if more answers are requested than were recorded.
 
     Args:
         answers: the answers, in order
@@ -190,15 +186,16 @@ def replayed_item(record: Record, name: str) -> Any:
 class Replayer(Source):
     """The items of a recording, without an environment.
 
-    With a pipe to compare, it yields the items of that pipe. Below `Lanes(Replayer(path), n)` each
-    lane gives its own part. Without `Lanes`, the parts of lanes come in turn, as `Lanes` yields
-    them. A tick answers what it was asked for when it was recorded. A `Replayed` yields the samples
-    that were read then, and its `memory` is None. Tensors are on the CPU. Reading executes nothing.
-    The module of a named tuple has to be imported before.
+    With a pipe to compare, `against`, it yields the items of that pipe. Above `Lanes`, as in
+    `Lanes(Replayer(path), n)`, each lane yields the items that this lane recorded. Without `Lanes`,
+    the recorded lanes take turns, as `Lanes` yields them. A tick gives the answers that were
+    recorded. A `Replayed` yields the samples that were read when it was recorded, and its `memory`
+    is None. Tensors are on the CPU. Reading executes nothing. The module of a named tuple must be
+    imported before.
 
-    Raises `DataError` if there is no recording, if a lane of it would not be played, and, with the
-    leaf, for the first item that differs from `against`; and `CheckpointError`, which names the
-    file, if it is damaged.
+    Raises `DataError` if there is no recording, if it has more lanes than are played, and for the
+    first item that differs from `against`, with the leaf. Raises `CheckpointError`, which names the
+    file, if a file is damaged.
 
     Args:
         path: the folder of a `Recorder`, or that of a run that records
@@ -233,7 +230,7 @@ class Replayer(Source):
         return iter(()) if self.against is None else opened(self.against)
 
     def set_lane(self, lane: int, seed: Any) -> None:
-        "`Lanes` calls this for its copies: give the part of this lane."
+        "Play only the items of this lane. `Lanes` calls this for its copies."
         self.lane = lane
 
     def check_lanes(self, n: int) -> None:
@@ -282,7 +279,8 @@ class Replayer(Source):
     def _records(self, part, n):
         """The records of a part from item `n` on.
 
-        If they are compared, those of missing items are among them.
+        With `against`, they include a record of `_MISSING` for each missing item, so that both
+        streams keep in step.
         """
         if self.against is None:
             return records_of_folder(part, n, self.damaged)
@@ -294,17 +292,15 @@ class Replayer(Source):
                 f"{part}: items {n} to {first - 1} are not recorded, so they are not compared"
             )
 
-        # A start before the first file would be an error, so reading begins with that file (None).
+        # `records_of_folder` refuses a start before the first file. None begins with the first
+        # file.
         start = n if n > first else None
-        return with_gaps(
-            records_of_folder(part, start, self.damaged),
-            n,
-            files[-1].end,
-        )
+        return with_gaps(records_of_folder(part, start, self.damaged), n, files[-1].end)
 
     def stream(self, items: Iterator) -> Iterator:
         parts = self._parts()
-        # The number of the next item of each part, and the parts that have items, in turn
+        # `next`: for each part, the number of its next item; `turn`: the parts that still have
+        # items, the next one first
         progress = self.keep(next=[None] * len(parts), turn=[*range(len(parts))])
         next_n = progress["next"]
         turn = progress["turn"]
@@ -335,8 +331,7 @@ class Replayer(Source):
             return item
         self._check(record.item, without_objects(item), name)
 
-        # `asking` returns the item so that each of its answers is compared with the recorded one
-        # when a reader asks for it.
+        # Each answer that the live item gives later is compared with the recorded one.
         answers = iter(record.asked)
         name = f"{name}, what it was asked for"
         return asking(item, lambda answer: self._check(next(answers, None), answer, name))
@@ -356,7 +351,9 @@ class Replayer(Source):
 
 # %% ../../../nbs/pipes/29_recording/01_replayer.ipynb #a7bc18b9
 class PastMemory:
-    """A `ReplayMemory` as an update saw it. It checks priorities, and forgets them.
+    """Stands for a `ReplayMemory` when an update is repeated.
+
+    It has the facts that the update read. It checks priorities, but does not store them.
 
     Args:
         n: number of valid steps
@@ -376,14 +373,15 @@ class PastMemory:
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
         "Raise `DataError` as `ReplayMemory.prioritize` does."
-        # How many steps the memory had seen is not known, so no serial number is too large.
+        # The number of steps that the memory had seen is not known here, so every serial number is
+        # allowed.
         checked_errors(index, td_abs, sys.maxsize, ReplayMemory)
 
 
 def noted(item: Any) -> tuple[Any, Any]:
-    """An item for a learner, and the same item as data, from which `remade` makes it once more.
+    """An item for a learner, and the same item as data, from which `remade` makes the item again.
 
-    The samples of a `Replayed` are added to the data while the learner reads them.
+    While the learner reads the samples of a `Replayed`, they are added to the data.
 
     Args:
         item: an item of a stream; nobody else reads the samples of a `Replayed`
@@ -396,7 +394,7 @@ def noted(item: Any) -> tuple[Any, Any]:
 
 
 def _facts(memory):
-    "The arguments of the `PastMemory` of a memory."
+    "The arguments of the `PastMemory` that stands for `memory`."
     if memory is None:
         return None
     names = ("prioritized", "first_beta", "beta")
@@ -404,7 +402,7 @@ def _facts(memory):
 
 
 def remade(data: Any) -> Any:
-    "The item that a learner reads once more, from the data that `noted` returned."
+    "The item for a learner, made again from the data that `noted` returned."
     if not isinstance(data, Replayed):
         return data
     memory = None if data.memory is None else PastMemory(**data.memory)

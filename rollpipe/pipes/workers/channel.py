@@ -64,14 +64,15 @@ def pack_exception(e: BaseException, where: str) -> tuple:
     if isinstance(e, PipeError):
         e.locate(pipe=pipe)
 
-    # Both texts are made before the traceback is taken off.
+    # Make both texts now, because the traceback is removed from the exception below.
     place = f"{where}, {pipe}" if pipe else where
     lines = traceback.format_exception(type(e), e, e.__traceback__)
     text = shortened(f"in {place}:\n" + "".join(lines))
     message = "".join(traceback.format_exception_only(type(e), e)).strip()
     instead = WorkerError(shortened(f"an exception {message}"))
 
-    # The exception alone. Its pickle is read once, because it must restore the same class.
+    # Pickle the exception without traceback and causes. The pickle is loaded once here, to see
+    # whether it restores an exception of the same class.
     bare = e.with_traceback(None)
     for name in ("__cause__", "__context__"):
         _set(bare, name, None)
@@ -98,7 +99,7 @@ def _innermost_pipe(e) -> str | None:
     return pipe if isinstance(pipe, str) else type(pipe).__name__
 
 
-# Works also for exceptions whose attributes are frozen, such as frozen dataclasses.
+# Set an attribute of an exception, even if its class forbids that, as a frozen dataclass does.
 _set = BaseException.__setattr__
 
 
@@ -108,8 +109,8 @@ def send_exception(link: Any, e: BaseException, where: str) -> None:
     A `SystemExit` is sent as a warning, which says who has called `sys.exit`. As an error it would
     end the learner's program.
 
-    Only here a broken connection is taken for the end of the parent. Around the code of a user it
-    may be an error of the user's own connection or file.
+    An `OSError` of this connection means that the parent has ended, so it is caught here. It is not
+    caught around the code of a user, where it may come from the user's own connection or file.
 
     Args:
         link: the connection to the parent
@@ -202,7 +203,7 @@ class TracebackFile:
         os.write(self.file.fd, b"\n")
 
     def is_served(self) -> bool:
-        "In the parent: has the worker called `serve`? Also True when the file is closed."
+        "In the parent: has the worker called `serve`? True also if the file is closed."
         return self.file.fd < 0 or os.fstat(self.file.fd).st_size > 0
 
     def ask(self, pid: int, timeout: float) -> str:
@@ -215,7 +216,7 @@ class TracebackFile:
         if not self.is_served():
             return "(it is still being started)"
 
-        # The new traceback begins where the file ends now.
+        # The worker appends its traceback to the file.
         begin = os.fstat(self.file.fd).st_size
         try:
             os.kill(pid, signal.SIGUSR1)
@@ -338,7 +339,7 @@ def _fence():
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #29db80c8
 class _Holder:
-    "What is published of one holder. Names, dtypes and shapes of its tensors must not change."
+    "One holder, and what is published of it. The form of its tensors must not change."
 
     def __init__(self, holder):
         self.holder = holder
@@ -365,14 +366,15 @@ class _Holder:
         state = state_of(self.modules)
         name = type(self.holder).__name__
 
-        # A table, for example, has a version, but no module.
+        # A holder without a module, such as a table of values, has a version, but no tensors that
+        # can be sent.
         if not self.n_modes and version_of(self.holder) != self.first_version:
             raise ActorError(
                 f"{name} was trained, but its weights cannot be sent to worker processes",
                 expected="a torch module in it",
             )
 
-        # The memory has room for this form only.
+        # The shared memory has room for tensors of the first form only.
         form = nested.Form(state)
         if form != self.form or len(modes) != self.n_modes:
             raise ActorError(
@@ -389,7 +391,7 @@ class _Holder:
             if known is None or known.constant is value or known.comparable == comparable(value):
                 continue
 
-            # An attribute is reported once.
+            # Without an entry, the attribute is not reported again.
             del self.attributes[key]
             log.warning(
                 f"{attribute_name(*key)} of {type(self.holder).__name__} changed from {known.text} "
@@ -399,10 +401,10 @@ class _Holder:
 
 
 class _Attribute:
-    """An attribute at the beginning.
+    """An attribute of a holder, as it is when the channel is made.
 
-    `constant` is its value if the value itself cannot change, so that most attributes are compared
-    fast.
+    `constant` is the value if it cannot be changed in place, so that an identity test is enough for
+    most attributes.
     """
 
     def __init__(self, value):
@@ -412,7 +414,9 @@ class _Attribute:
         self.text = describe(value, 60)
 
 
-_CHANGEABLE = object()  # is identical to no value, so the attribute is always compared
+# `constant` of an attribute that can be changed in place. It is identical to no value, so the
+# values are always compared.
+_CHANGEABLE = object()
 
 
 def _described(form):
@@ -452,7 +456,7 @@ class WeightPublisher:
 
         Returns the number of the publication with these weights.
         """
-        # What would be published.
+        # Versions, training modes and tensors, as they are now
         versions = [h.version() for h in self._holders]
         modes = [h.modes() for h in self._holders]
         tensors = [h.tensors(of_holder) for h, of_holder in zip(self._holders, modes)]
@@ -463,7 +467,8 @@ class WeightPublisher:
             if _is_equal(latest, versions, modes, tensors):
                 return self.publication
 
-        # The buffer has no number while it is written.
+        # Write the buffer. It has no number meanwhile, so that a subscriber does not take it for
+        # complete.
         publication = self.publication + 1
         buffer = self.block.buffers[publication % self.block.depth]
         buffer.publication[0] = -1
@@ -476,7 +481,7 @@ class WeightPublisher:
                 x.copy_(y)
         _fence()
 
-        # Only a snapshot of one moment is published.
+        # If a version has changed meanwhile, the tensors may be from different moments.
         if [h.version() for h in self._holders] != versions:
             raise ActorError(
                 "another thread changed the weights while they were published",
@@ -542,8 +547,8 @@ class WeightSubscriber:
 
         Copies in shared memory are moved to private memory.
         """
-        # Several holders may have the same copy. `copies` has each of them once, with the index of
-        # its holder.
+        # Several holders may have the same copy. Here each copy is listed once, with the index of
+        # one of its holders.
         by_id = {id(copy): (index, copy) for index, copy in zip(self.indices, copies)}
         self.copies = list(by_id.values())
         self.modules = [modules_in(copy) for _, copy in self.copies]
@@ -559,7 +564,8 @@ class WeightSubscriber:
 
         Returns the number of the fetched publication.
         """
-        # Copy until no publisher wrote into the buffer meanwhile.
+        # Copy the buffer again and again, until the publisher did not write into it during the
+        # copy.
         block = self.block
         while True:
             latest = int(block.latest[0])
@@ -580,7 +586,7 @@ class WeightSubscriber:
             if buffer.publication[0] == number:
                 break
 
-        # The modes are in the order of `_Holder.modes`.
+        # Set versions and training modes. The modes are in the order of `_Holder.modes`.
         for (index, copy), modules in zip(self.copies, self.modules):
             bump_version(copy, to=versions[index])
             parts = chain.from_iterable(module.modules() for module in modules)

@@ -97,7 +97,7 @@ class ProcessReading(WorkerReading):
         self.on_silence = on_silence
         self.grace = grace
         self.spin = spin
-        # The options that all reading services have, and then those of this one.
+        # Check the options that all reading services have, and then those of this one.
         self.begin()
         if n_buffers is not None:
             check_integer("n_buffers", n_buffers, pipe=self, leaf="n_buffers")

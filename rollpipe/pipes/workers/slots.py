@@ -37,8 +37,8 @@ from rollpipe.pipes.workers.codec import (
 class Layout:
     """The places of the large arrays of `n` items that will be joined along dimension 1.
 
-    Integers are stored as `[T, n, B, ...]`, the memory of the joined `[T, n * B, ...]`, and floats
-    as `[n, T, B, ...]`.
+    Integers are stored as `[T, n, B, ...]`, so the joined array `[T, n * B, ...]` is a view of this
+    memory. Floats are stored as `[n, T, B, ...]`, so the array of each item is contiguous.
 
     Args:
         n: number of items
@@ -56,7 +56,7 @@ class Layout:
 
     def tensor(self, memory: np.ndarray, entry: int, position: int) -> torch.Tensor:
         "The array of this entry for the item at `position`, in `memory` (uint8)."
-        # The arrays of this entry for all items, as a tensor with a storage of its own.
+        # A tensor with the arrays of this entry for all items
         shape, dtype = self.arrays[entry]
         n_elements = self.n * prod(shape)
         x = torch.frombuffer(memory, dtype=dtype, count=n_elements, offset=self.offsets[entry])
@@ -69,9 +69,9 @@ EMPTY_LAYOUT = Layout()  # no entries: all arrays are in the items' own memory
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #cc0ec413
 class ViewCache:
-    """Keeps the last views of the arrays in an item's own memory, because making views takes time.
+    """Stores views of the arrays in an item's own memory, because making views takes time.
 
-    There is one list of views for each key.
+    For each key it stores the views that were made last.
     """
 
     def __init__(self):
@@ -104,8 +104,9 @@ class Slot:
     """
 
     def __init__(self, n: int = 1):
-        # Memory of each item's own arrays, and memory of the layout's arrays of all items. If there
-        # is one item, its own arrays come behind those of the layout.
+        # Each item has memory for its own arrays. The arrays of the layout, of all items, are in
+        # another memory. If the slot has one item, both are in one memory, first those of the
+        # layout.
         self.item_memory = [SharedMemory() for _ in range(n)]
         self.layout_memory = self.item_memory[0] if n == 1 else SharedMemory()
         self.cache = ViewCache()
@@ -136,16 +137,18 @@ class Slot:
         """
         memory = self.item_memory[position]
         start = self.start(position, layout)
-        # A view of each memory that holds arrays of this item. It lives as long as the lent arrays.
+
+        # Views of the item's own memory and of the memory of the layout; None: not needed yet. A
+        # lent array is a view of one of them, and keeps it alive.
         own_bytes = None
         layout_bytes = None
-        lent = {}  # id -> a view of which an array is lent
+        lent = {}  # id of one of these views -> the view, if an array in it is lent
 
         def get(spec):
             "The array of this spec: a view if it is lent, else a copy."
             nonlocal own_bytes, layout_bytes
 
-            # A large array with an entry is in the layout, all others are in the item's own memory.
+            # An array with an entry is in the layout. All others are in the item's own memory.
             if spec.entry >= 0:
                 if layout_bytes is None:
                     layout_bytes = self.layout_memory.view(layout.size)
@@ -157,7 +160,7 @@ class Slot:
                 source = own_bytes
                 x = spec.view(source, start)
 
-            # Who keeps a small array would keep the whole slot.
+            # A small array is copied, because a view of it would keep the whole slot in use.
             if on_release is None or spec.size < SMALL:
                 return nested.snapshot(x)
             lent[id(source)] = source
@@ -173,7 +176,7 @@ class Slot:
         return item
 
     def warm_up(self, item_format: ItemFormat, position: int, layout: Layout) -> None:
-        """Run the code that reads an item, without a result and for any content of the slot.
+        """Run the code that reads an item, but return nothing. The slot may have any content.
 
         See `ItemFormat.warm_up`.
         """
@@ -202,7 +205,7 @@ def _call_when_gone(arrays, function):
         if n_alive == 0:
             function()
 
-    # Nobody needs the slot when the process ends.
+    # At the end of the process nothing is called, because nobody needs the slot then.
     for x in arrays:
         weakref.finalize(x, count_deleted).atexit = False
 
@@ -220,7 +223,7 @@ class Reply(NamedTuple):
         begin: [s] begin of collecting, a time of `time.monotonic`, which all processes of a machine
             share
         end: [s] time at which the item was complete, before it was written into the slot
-        state: of the lane, if it was asked for
+        state: the state of the lane after this item, if the worker sends states; else None
     """
 
     format_id: int | None = None
@@ -291,7 +294,7 @@ def _signature(x):
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #5d0f1b0c
 class LayoutEntries(Arena):
-    "The large arrays of one item at a time: their places are the entries of the layout."
+    "An `Arena` for the large arrays of one item at a time. Its places are the entries of a layout."
 
     LEAST = SMALL
 
@@ -314,12 +317,13 @@ class LayoutEntries(Arena):
 
         Copies `x` into the slot, unless `empty` made it there.
         """
-        # `empty` made it.
+        # `empty` has made `x` in an entry, so nothing is copied.
         entry, _ = self.find(x)
         if entry >= 0:
             return entry
 
-        # A free entry, or none.
+        # Another tensor is copied into a free entry. If there is none, it goes to the item's own
+        # memory.
         entry = self.take(tuple(x.shape), x.dtype)
         if entry < 0:
             self.unplaced.append((tuple(x.shape), x.dtype))
@@ -336,8 +340,8 @@ class SlotWriter:
         slots: the slots of the reader
     """
 
-    # Maximum number of stored formats, which bounds the memory. Then all are dropped, and numbers
-    # begin at 0 again.
+    # Maximum number of stored formats, to limit their memory. When it is reached, all are dropped,
+    # and new ones are numbered from 0 again.
     MAX_FORMATS = 64
     end: int  # end of the item's own arrays [bytes]
 
@@ -376,7 +380,7 @@ class SlotWriter:
             item_type = self._type_of(tree, signatures, leaves)
             self.type = item_type
 
-        # Large arrays go into the layout, as far as it has entries for them. The entries decide
+        # Large arrays go into the layout if it has entries for them. Which entries they get decides
         # the format.
         entries = tuple([self.entries.place(leaves[i]) for i in item_type.large])
         item_format = item_type.formats.get(entries)
@@ -410,7 +414,7 @@ class SlotWriter:
     def _new_format(self, item_type, item, leaves, entries) -> tuple:
         """`(_SentFormat, arguments of ItemFormat)` for items of this type.
 
-        `(None, None)` if their containers cannot be pickled alone.
+        It is `(None, None)` if the containers cannot be pickled without the arrays.
         """
         # The place of each array: its entry in the layout, or an offset in the item's own memory.
         entry_of = dict(zip(item_type.large, entries))
@@ -426,7 +430,7 @@ class SlotWriter:
         if data is None:
             return None, None
 
-        # The writer needs the places of the item's own arrays, and the reader the containers.
+        # The writer stores where the item's own arrays are. The reader gets the pickled containers.
         if self.n_formats == self.MAX_FORMATS:
             self._forget_formats()
         own_leaves = [i for i, spec in enumerate(specs) if spec.entry < 0 and spec.size]
@@ -475,10 +479,10 @@ class SlotState:
 
     Args:
         layout: places of large arrays
-        n_out: number of items in progress or lent, plus positions not taken yet; 0: the slot is
-            free
-        lent: True: its large arrays are lent; False: they are copied; None: none of its items was
-            read yet
+        n_out: number of items in progress or lent, plus positions that are not taken yet; 0: the
+            slot is free
+        lent: True: the large arrays of its items are lent; False: they are copied; None: none of
+            its items was read yet
     """
 
     layout: Layout
@@ -549,12 +553,13 @@ class SlotPool:
         return self.filling, self.position - 1
 
     def _begin_slot(self):
-        "Begin to fill the slot that became free last, because processor caches may still hold it."
+        "Begin to fill the slot that became free last. Processor caches may still hold its memory."
         index = self.free.pop()
         slot = self.slots[index]
         state = self.states[index]
 
-        # With a new layout, large arrays go to `layout_memory`, and no longer to `item_memory`.
+        # With a new layout, large arrays go to `layout_memory`, and no longer to `item_memory`,
+        # whose pages are released.
         if state.layout is not self.layout:
             slot.layout_memory.reserve(self.layout.size)
             for memory in slot.item_memory:
@@ -598,7 +603,8 @@ class SlotPool:
             n_lent = sum(1 for s in self.states if s.lent and s.n_out)
             state.lent = n_lent < self.max_lent
 
-        # What is not lent can be given back at once.
+        # If nothing is lent, the item is given back at once. Otherwise that happens when the last
+        # view of its arrays is deleted.
         self.last_read = (slot, item_format, position, state.layout)
         on_release = partial(self.give_back, slot) if state.lent else None
         item = self.slots[slot].read(item_format, position, state.layout, on_release)
