@@ -207,7 +207,7 @@ def _checked(run, at, options, metric):
     Raises `DataError` for an unknown metric, for an update after which the run cannot be branched,
     and for an option that a branch cannot have.
     """
-    # The metric of an evaluation may only come in a branch.
+    # The run may not have a metric of evaluations yet, which its branches will have.
     newest = load_run(run)
     known = {name for r in records_of(run) for name in r}
     is_later = metric.startswith("eval_") and newest.config.get("eval_every")

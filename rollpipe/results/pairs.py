@@ -128,11 +128,12 @@ class Pairs(NamedTuple):
         return [self.means(slice(max(0, k - last), k)) for k in ends]
 
     def noise(self, windows: list) -> float:
-        """How much noise pairing leaves: a ratio of two standard deviations.
+        """How much of the noise pairing leaves: a ratio of two standard deviations.
 
-        One is that of the differences of paired branches. The other is the one that they would have
-        if each branch had noise of its own. Below 1, pairing helps. Both deviations are around the
-        mean of the branches that begin after the same update. nan: there are too few branches.
+        The first is the deviation of the differences of paired branches. The second is the one that
+        they would have if each branch had noise of its own. Below 1, pairing helps. Deviations are
+        from the mean of the branches that begin after the same update. nan: there are too few
+        branches.
 
         Args:
             windows: arrays as `means` returns them; the squares are summed over all of them

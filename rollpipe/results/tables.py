@@ -80,7 +80,7 @@ class Summary(NamedTuple):
         iqm: interquartile mean
         low: lower end of the 95 % bootstrap interval; nan: there is only one run
         high: upper end of this interval; nan: there is only one run
-        mean: mean
+        mean: arithmetic mean
         sd: sample standard deviation; nan: there is only one run
         bad: seeds of the runs whose result is not a finite number
     """
