@@ -1,7 +1,7 @@
-"""Reinforcement learning whose rollouts are a streaming pipeline of datapipes.
+"""Reinforcement learning in which a pipeline of datapipes collects the rollouts.
 
-These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents`, `testing`
-and `runs` have the others.
+Here are the names that a first program needs. The subpackages `rollpipe.pipes`, `layers`, `agents`,
+`testing` and `runs` have the others.
 """
 
 from importlib import import_module
@@ -65,7 +65,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name):
-    "Import a name at its first use: the command line can be interrupted before torch is imported."
+    """Import a name when it is first used.
+
+    So the command line starts without torch, and handles Ctrl-C while torch is imported.
+    """
     if name in __all__:
         for room in ("pipes", "layers", "agents", "testing", "runs"):
             module = import_module(f".{room}", __name__)

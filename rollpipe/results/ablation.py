@@ -43,15 +43,17 @@ __all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'ablate_command']
 
 # %% ../../nbs/results/06_ablation.ipynb #6d45e353
 class Branch(NamedTuple):
-    """A branch of an ablation: a fork of the run, of its first twin with other noise, or of a twin
-    with another value of an option.
+    """A branch of an ablation: an unedited twin, or an edited branch with another option.
+
+    The first twin is a fork of the run, and further twins with other noise are forks of the first
+    one. An edited branch is a fork of its twin.
 
     Args:
-        folder: its folder
-        parent: folder of the run that it is a fork of
-        at: number of updates before it
+        folder: folder of the branch
+        parent: folder of the run that the branch is a fork of
+        at: number of updates before the branch begins
         noise: see `fork`
-        edit: option -> value; empty: an unedited twin
+        edit: option -> value; empty for a twin
     """
 
     folder: Path
@@ -67,56 +69,43 @@ class Branch(NamedTuple):
 
 
 def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) -> list[Branch]:
-    """The branches of an ablation, twins before their edited branches.
+    """The branches of an ablation. A twin precedes its edited branches.
 
     Args:
         run: folder of the run
-        at: numbers of updates after which it is branched
-        options: option -> values
-        repeat: number of twins, each with its own noise, at each of them
+        at: numbers of updates after which the run is branched
+        options: option -> values; each value is an edit
+        repeat: number of twins after each of these updates, each with its own noise
         out: folder of the branches
     """
-    # Of each twin an edited branch begins for each value.
     branches = []
     for n in at:
         for noise in range(repeat):
             # Twin 0 is a fork of the run, with the run's noise. The others are forks of twin 0.
             parent = run if noise == 0 else out / f"at{n}-0"
-            twin = Branch(
-                out / f"at{n}-{noise}",
-                parent,
-                n,
-                noise,
-                {},
-            )
+            twin = Branch(out / f"at{n}-{noise}", parent, n, noise, {})
             branches.append(twin)
+
+            # Each twin has an edited branch for each value. The branch continues with the noise of
+            # the twin, so its own number of noise is 0.
             for name, values in options.items():
                 for x in values:
                     text = f"{twin.folder.name}-{name}={x}"
                     folder = out / re.sub(r"[^\w.=+-]", "-", text)
-
-                    # It goes on with the noise of its twin, and has none of its own (0).
-                    branches.append(
-                        Branch(
-                            folder,
-                            twin.folder,
-                            n,
-                            0,
-                            {name: x},
-                        )
-                    )
+                    branches.append(Branch(folder, twin.folder, n, 0, {name: x}))
     return branches
 
 # %% ../../nbs/results/06_ablation.ipynb #dc5d76c6
-# Metrics of the clock, the processes and the evaluations.
+# Beginnings of the names of metrics that may differ between equal runs: those of the clock, the
+# processes and the evaluations
 _OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
 
 
 def _comparable(folder):
-    "Number of each update of a run -> its metrics that do not depend on the clock."
+    "Number of an update of a run -> its metrics, without those in `_OTHER`."
     comparable = {}
     for record in records_of(folder):
-        # The last evaluation has a record of its own.
+        # A record without episodes has only the last evaluation.
         if "episodes" in record:
             names = [name for name in record if not name.startswith(_OTHER)]
             comparable[int(record["updates"])] = {name: record[name] for name in names}
@@ -124,25 +113,29 @@ def _comparable(folder):
 
 
 def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
-    """The last update up to which two runs have the same metrics, without those of the clock, the
-    processes and the evaluations, and those that only one of them has, such as by a callback.
+    """The last update up to which two runs have the same metrics.
+
+    Metrics of the clock, the processes and the evaluations are not compared. Neither are metrics
+    that only one of the runs has, such as those of a callback.
 
     Args:
         a: folder of a run
-        b: folder of another one
-        last: updates after this one are not compared
+        b: folder of another run
+        last: number of the last update to compare
 
     Returns:
-        int | str: its number; a text if they differ in an update that both have
+        int | str: number of this update; a text with the first difference, if there is one
     """
-    ours = _comparable(a)
-    theirs = _comparable(b)
+    metrics_of_a = _comparable(a)
+    metrics_of_b = _comparable(b)
     equal = 0
-    for n in sorted(ours.keys() & theirs.keys()):
+    for n in sorted(metrics_of_a.keys() & metrics_of_b.keys()):
         if n > last:
             break
-        x = {name: value for name, value in ours[n].items() if name in theirs[n]}
-        y = {name: value for name, value in theirs[n].items() if name in ours[n]}
+        of_a = metrics_of_a[n]
+        of_b = metrics_of_b[n]
+        x = {name: value for name, value in of_a.items() if name in of_b}
+        y = {name: value for name, value in of_b.items() if name in of_a}
         difference = first_difference(x, y)
         if difference:
             return f"update {n}: {difference}"
@@ -151,20 +144,21 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
 
 
 def _fork(branch, steps, quiet):
-    "Make a branch, unless it is there. Raises `DataError` if another run is there."
+    """Make a branch, unless its folder already has it.
+
+    Raises `DataError` if the folder has another run.
+
+    Args:
+        steps: environment steps up to the end of the branch
+        quiet: option -> value, for what a twin should not do
+    """
     if not files_of_run(branch.folder):
-        # An edited branch has `quiet` and the steps from its twin, of which it is a fork.
+        # An edited branch inherits these options from its twin.
         options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
-        fork(
-            branch.parent,
-            branch.folder,
-            branch.at,
-            noise=branch.noise,
-            **options,
-        )
+        fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return
 
-    # What the branch should be, and what it is, as JSON holds both.
+    # What the branch should be, and what is in the folder. `json` makes their values comparable.
     existing = load_run(branch.folder)
     origin = existing.history.origin or {}
     values = {**existing.config, **existing.config["options"]}
@@ -176,13 +170,9 @@ def _fork(branch, steps, quiet):
         {name: values.get(name) for name in edit},
     )
 
-    # The path of the parent does not tell: it is as it was typed, perhaps in another working
-    # folder, and both may have been moved since.
-    equal = equal_up_to(
-        branch.parent,
-        branch.folder,
-        branch.at,
-    )
+    # Whether it is a fork of the parent is seen by their metrics. The path of the parent does not
+    # show it: the user may have typed it in another working folder, and both may have been moved.
+    equal = equal_up_to(branch.parent, branch.folder, branch.at)
     if got != expected or equal != branch.at:
         text = "a fork of {} after update {} with noise {} and {}"
         how_far = equal if isinstance(equal, str) else f"equal up to {equal}"
@@ -194,21 +184,30 @@ def _fork(branch, steps, quiet):
 
 
 def _steps_of(run, at, updates):
-    "Number of updates -> the steps with which a branch has made so many more."
-    steps = {
-        0: 0.0,
-        **{int(r["updates"]): r["steps"] for r in records_of(run)},
-    }
-    # The largest batch so far, so that no branch is too short.
+    """For each branching point, the environment steps up to the end of a branch.
+
+    Args:
+        at: numbers of updates after which the run is branched
+        updates: number of updates of a branch
+    """
+    # Number of updates -> environment steps of the run until then
+    steps = {0: 0.0}
+    for record in records_of(run):
+        steps[int(record["updates"])] = record["steps"]
+
+    # The largest batch of the run counts, so that no branch is too short.
     batches = [steps[n] - steps[n - 1] for n in steps if n - 1 in steps]
     largest = max(batches)
     return {n: int(steps[n] + updates * largest) for n in at}
 
 
 def _checked(run, at, options, metric):
-    """The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and
-    what a branch cannot have.
+    """The newest checkpoint of a run, after its ablation has been checked.
+
+    Raises `DataError` for an unknown metric, for an update after which the run cannot be branched,
+    and for an option that a branch cannot have.
     """
+    # The run may not have a metric of evaluations yet, which its branches will have.
     newest = load_run(run)
     known = {name for r in records_of(run) for name in r}
     is_later = metric.startswith("eval_") and newest.config.get("eval_every")
@@ -228,29 +227,22 @@ def _checked(run, at, options, metric):
     for n in at:
         checkpoint_before(run, n)
 
-    # A fork would refuse these options, but only after other branches have been made. The steps are
-    # set to 0, because a run that is over can be branched, too.
+    # A fork refuses wrong options, too, but only after other branches have been made. The steps are
+    # set to 0 here, because a run that is over can be branched as well.
     begun = newest._replace(counters={**newest.counters, "steps": 0})
     for name, values in options.items():
         if len({*map(repr, values)}) < len(values):
             raise DataError("a value is there twice", leaf=name, got=str(values))
         for x in values:
             try:
-                changed_run(
-                    f"a fork of {run}",
-                    begun,
-                    {name: x},
-                    may_begin_anew=False,
-                )
+                changed_run(f"a fork of {run}", begun, {name: x}, may_begin_anew=False)
             except DataError as e:
-                raise DataError(
-                    f"no branch with {name}={x}",
-                    got=str(e),
-                ) from None
+                raise DataError(f"no branch with {name}={x}", got=str(e)) from None
     return newest
 
 # %% ../../nbs/results/06_ablation.ipynb #d638a4d9
 def _beside(run):
+    "The folder of an ablation, beside the run. The path `.` or `..` has no name until resolved."
     return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
 
 
@@ -266,16 +258,16 @@ def ablate(
     last: int | None = None,
     address: str | None = None,
 ) -> Ablation:
-    """Branch a run with other values of options, each beside an unedited twin with the same noise,
-    and compare them by pairs.
+    """Branch a run with other options, and compare each branch with an unedited twin.
 
-    What is in the folder is kept, so an ablation that was interrupted goes on, and more values,
-    updates and twins may follow. The report is there, too.
+    A branch and its twin meet the same noise. The branches that are in the folder are kept. So the
+    same call resumes an ablation that was interrupted, and a later call may add values, updates and
+    twins. The report is in the folder, too.
 
     Raises:
-        DataError: the run cannot be branched, or an option cannot be another one; the error names
-            the reason
-        WorkerError: branches fail
+        DataError: the run cannot be branched, or an option cannot have another value; the error
+            names the reason
+        WorkerError: a branch has failed
         Interrupted: a signal has come
 
     Args:
@@ -289,12 +281,12 @@ def ablate(
         jobs: number of branches at a time, each in a process
         out: folder of the branches and the report; None: beside the run, with '-ablation' after its
             name
-        metric: name of the metric that is compared; that of episodes is a mean over those that
-            ended
+        metric: name of the metric that is compared; a metric of episodes is averaged over all
+            episodes that ended
         last: number of updates at the end of each branch whose mean is compared; None: the last
             third
-        address: address of the Ray cluster that the run has; None: it has none, or this process has
-            named it
+        address: address of the Ray cluster in the options of the run; None: there is none, or this
+            process has named it before
 
     Returns:
         Ablation: the differences; `print` shows its table
@@ -315,7 +307,7 @@ def ablate(
     name_address(address)
     newest = _checked(run, at, options, metric)
 
-    # A schedule spans the run, and not only the steps after the branching.
+    # A schedule without steps spans the whole run, and not only the steps after the branching.
     config = newest.config
     known = options_for(config["algorithm"])
     edits = {}
@@ -324,7 +316,8 @@ def ablate(
         edits[name] = [span[name] for span in spans]
     branches = branches_of(run, at, edits, repeat, out)
 
-    # Twins do nothing that is not compared, and make all of their updates.
+    # Twins keep no old checkpoints and make no films. They are evaluated only if the metric needs
+    # it. No rule stops them early.
     steps = _steps_of(run, at, updates)
     quiet = dict(keep=0, video_every=0, **ENDLESS)
     if not metric.startswith("eval_"):
@@ -334,39 +327,23 @@ def ablate(
         for branch in branches:
             _fork(branch, steps[branch.at], quiet)
 
-        # Each branch is trained by the command that a user could type.
+        # Each unfinished branch is trained by a command that a user could type.
         todo = [x for x in branches if load_run(x.folder).counters["updates"] < x.at + updates]
         n_complete = len(branches) - len(todo)
         print(
             f"{n_complete} of {len(branches)} branches are complete, {jobs} at a time", flush=True
         )
-        words = [
-            "--quiet",
-            "--no-tensorboard",
-            *import_words(needed_modules(config)),
-        ]
+        words = ["--quiet", "--no-tensorboard", *import_words(needed_modules(config))]
         if address is not None:
             words += ["--address", address]
         commands = {}
         for x in todo:
-            resume = [
-                "train",
-                "--resume",
-                x.folder,
-                "--steps",
-                steps[x.at],
-            ]
+            resume = ["train", "--resume", x.folder, "--steps", steps[x.at]]
             commands[x.folder.name] = typed([*python_words(), *resume, *words])
         run_all(commands, jobs).check(len(branches), "branches")
 
-        ablation = _compared(
-            run,
-            branches,
-            newest,
-            metric,
-            updates,
-            last,
-        )
+        # The report
+        ablation = _compared(run, branches, newest, metric, updates, last)
         contents = {
             "report.md": str(ablation),
             "report.csv": pairs_text(ablation),
@@ -378,8 +355,9 @@ def ablate(
 
 
 def _notes(run, branches, newest):
-    """What a reader must know of the branches. Raises `DataError` if the twins with the noise of
-    the run do not equal it.
+    """The notes about the branches for a reader of the report.
+
+    Raises `DataError` if a twin with the noise of the run does not equal the run.
     """
     notes = []
     is_replayed = any(keeper.startswith("replay") for keeper in newest.history.kept.values())
@@ -391,7 +369,7 @@ def _notes(run, branches, newest):
     for twin in branches:
         if twin.edit or twin.noise:
             continue
-        # The branches do not have an edit that came later.
+        # The run was edited after the branching point, and its twin was not.
         if any(edit["at"] >= twin.at for edit in newest.history.edits):
             notes.append(
                 f"{run} was edited after update {twin.at}, "
@@ -413,10 +391,10 @@ def _notes(run, branches, newest):
 
 
 def _compared(run, branches, newest, metric, updates, last):
-    "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
+    "Compare the edited branches with their twins. Raises `DataError` as `_notes` does."
     notes = _notes(run, branches, newest)
 
-    # A pair is an edited branch and its twin.
+    # For each edit, all pairs of an edited branch and its twin
     courses = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     pairs = []
     for label in dict.fromkeys(x.label for x in branches if x.edit):
@@ -434,9 +412,8 @@ def _compared(run, branches, newest, metric, updates, last):
 
 # %% ../../nbs/results/06_ablation.ipynb #6565e2d4
 def ablate_command(args: Namespace) -> None:
-    "Branch a run, and print what its options change."
+    "Branch a run, and print what the options change."
     arguments = typed_arguments(ablate, args)
-
     try:
         arguments["at"] = parse_value(args.at, ("int,...",))
     except ValueError:

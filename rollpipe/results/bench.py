@@ -47,18 +47,17 @@ __all__ = ['BENCH', 'BENCH_FORMAT', 'SpecRow', 'Published', 'Spec', 'published_i
 
 # %% ../../nbs/results/01_bench.ipynb #18cbf930
 class SpecRow(NamedTuple):
-    """One row of the table.
+    """One row of the table: an algorithm with its options on an environment.
 
     Args:
-        algorithm: its name
+        algorithm: name of the algorithm
         env: gymnasium id
         label: name of the row; the pair of label and `env` is unique
         options: option of the algorithm or of the run -> value
         env_kwargs: keyword arguments for `gymnasium.make`
         seeds: list of integers
         every: steps between evaluations; None: 1/20 of all steps
-        threshold: return that counts as success; None: that of gymnasium's registry, if there is
-            one
+        threshold: return that counts as success; None: that of gymnasium's registry, if any
     """
 
     algorithm: str
@@ -72,21 +71,18 @@ class SpecRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        "The common beginning of the names of its runs' folders."
-        return re.sub(
-            r"[^\w.+=]+",
-            "-",
-            f"{self.label}-{self.env}",
-        )
+        "The beginning of the names of the folders of its runs."
+        return re.sub(r"[^\w.+=]+", "-", f"{self.label}-{self.env}")
 
 
 class Published(NamedTuple):
     """A published result of other authors.
 
     Args:
-        name: name of the authors or the package that published it
+        name: name of the authors, or of the package
+        mean: mean return over their runs
         sd: standard deviation over their runs; None: unknown
-        of: our result to compare it with: "last" or "best" (the mean of the best evaluations)
+        of: our result that it is compared with: "last" or "best" (the mean of the best evaluations)
         source: where it is published
     """
 
@@ -112,7 +108,7 @@ class Spec(NamedTuple):
     published: list
 
 # %% ../../nbs/results/01_bench.ipynb #71d0a002
-# Keys of a row, or of the whole file for all rows
+# Key -> kind of its value. The file may set these keys for all rows, and a row for itself.
 _SHARED = dict(
     seeds="a text or a list of whole numbers",
     steps="a whole number",
@@ -131,7 +127,7 @@ _OF_A_ROW = dict(
     **_SHARED,
 )
 
-# Option of the run -> the key of a row that sets it, outside of `options`.
+# Option of the run that must not stand among the `options` of a row -> the key that sets it
 _BY_KEYS = dict(
     seed="seeds",
     steps="steps",
@@ -144,7 +140,7 @@ _BY_KEYS = dict(
 
 
 def _row(table, where):
-    "The row that a table of the file stands for, with one environment."
+    "Read a row from a table of the file that names one environment."
     check_keys(table, _OF_A_ROW, where, needed=("algorithm", "env"))
     algorithm = table["algorithm"]
     if algorithm not in ALGORITHMS:
@@ -157,13 +153,15 @@ def _row(table, where):
             expected="at least 1",
             got=str(every),
         )
+
+    # The seeds are a list or a text.
     seeds = table.get("seeds", "0")
     if isinstance(seeds, list):
         seeds = ",".join(map(str, seeds))
     with located(pipe=where):
         seeds = parse_seeds(seeds)
 
-    # Options of the algorithm and of the run stand in one table, and others are keys of their own.
+    # The table `options` has those of the algorithm and of the run, without those of `_BY_KEYS`.
     options = table.get("options", {})
     for name in options:
         if name in _BY_KEYS:
@@ -171,13 +169,9 @@ def _row(table, where):
                 f"{where}: {name!r} stands among the options",
                 expected=f"the key {_BY_KEYS[name]} of the row, beside them",
             )
-    options = checked(
-        options,
-        options_for(algorithm) + RUN_OPTIONS,
-        where,
-    )
+    options = checked(options, options_for(algorithm) + RUN_OPTIONS, where)
 
-    # The command of the row says how many episodes are played, also by default.
+    # These are set even to their defaults, so that the command of the row shows them.
     options["preset"] = table.get("preset", "auto")
     options["eval_episodes"] = table.get("episodes", RunOptions.eval_episodes)
     options["final_episodes"] = table.get("final_episodes", RunOptions.final_episodes)
@@ -207,24 +201,20 @@ _PUBLISHED = dict(
 
 
 def published_in(tables: list, pairs: Collection, where: str) -> list[Published]:
-    "The figures in some tables. Raises as `published_of` does."
+    "Read the published figures of a file, one from each table. Raises as `published_of` does."
     return [published_of(x, pairs, f"{where}, published {i}") for i, x in enumerate(tables, 1)]
 
 
 def published_of(table: dict, pairs: Collection, where: str) -> Published:
-    """The figure in a table. Raises `DataError` for a table with a mistake, and for a figure that
-    no row can be compared with.
+    """Read a published figure from a table.
+
+    Raises `DataError` for a mistake in the table, and for a figure that no row is compared with.
 
     Args:
         pairs: algorithm and environment of each row
-        where: beginning of the message, such as the file
+        where: beginning of the error message, such as the file
     """
-    check_keys(
-        table,
-        _PUBLISHED,
-        where,
-        ("algorithm", "env", "name", "source", "mean"),
-    )
+    check_keys(table, _PUBLISHED, where, ("algorithm", "env", "name", "source", "mean"))
     pair = (table["algorithm"], table["env"])
     if pair not in pairs:
         raise DataError(
@@ -245,7 +235,9 @@ _OF_A_FILE = dict(
 
 
 def read_spec(path: str | Path) -> Spec:
-    """Read a specification. Raises `DataError`, which names the file, the table and the problem.
+    """Read a specification.
+
+    Raises `DataError`, which names the file, the table and the problem.
 
     Args:
         path: a TOML file
@@ -258,7 +250,8 @@ def read_spec(path: str | Path) -> Spec:
             got="a folder",
         )
     shared = read_table(path)
-    check_keys(shared, _OF_A_FILE, str(path))  # the rows check what they share
+    # `_row` checks the values that all rows share.
+    check_keys(shared, _OF_A_FILE, str(path))
     title = shared.pop("title", path.stem)
     row_tables = shared.pop("row", [])
     published_tables = shared.pop("published", [])
@@ -275,7 +268,7 @@ def read_spec(path: str | Path) -> Spec:
     if not rows:
         raise DataError(f"{path}: has no rows", expected="a table that begins with [[row]]")
 
-    # Some file systems do not tell capital letters from small ones.
+    # The names of rows become names of folders, in which small and capital letters may be the same.
     names = [row.name.lower() for row in rows]
     for row, name in zip(rows, names):
         if names.count(name) > 1:
@@ -318,8 +311,9 @@ class Job(NamedTuple):
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
-    """The runs of some rows. Raises the errors of `make_config`, such as for a preset for another
-    kind of actions.
+    """The runs of some rows.
+
+    Raises the errors of `make_config`, such as one for a preset for another kind of actions.
 
     Args:
         rows: list of `SpecRow`
@@ -337,26 +331,22 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
             **row.options,
         )
         with located(pipe=row.name):
-            # The steps may be those of a preset. `patience` needs some interval here.
+            # By default there are 20 evaluations. A configuration tells the number of steps, which
+            # may come from a preset. It needs some interval in steps, because of `patience`.
             every = row.every
             if every is None:
                 every = max(1, make(eval_every="1 steps")["steps"] // 20)
             for seed in row.seeds:
                 config = make(seed=seed, eval_every=f"{every} steps")
-                jobs.append(
-                    Job(
-                        row,
-                        seed,
-                        folder / f"{row.name}-s{seed}",
-                        config,
-                    )
-                )
+                jobs.append(Job(row, seed, folder / f"{row.name}-s{seed}", config))
     return jobs
 
 # %% ../../nbs/results/01_bench.ipynb #26b7598d
 def progress_of(job: Job) -> str:
-    """The progress of a run. Raises `DataError` if the folder has a run with other options, and
-    `CheckpointError` for a damaged one.
+    """The progress of a run.
+
+    Raises `DataError` if the folder has a run with other options, and `CheckpointError` if the run
+    is damaged.
 
     Returns:
         str: missing, unfinished or complete
@@ -364,17 +354,16 @@ def progress_of(job: Job) -> str:
     run = find_run(job.folder, job.config, is_exact=True)
     if run is None:
         return "missing"
-    config = {
-        **run.config,
-        "steps": job.config["steps"],
-    }
+    # The specification may ask for more steps than the run was begun with.
+    config = {**run.config, "steps": job.config["steps"]}
     is_over = is_complete(job.folder, run._replace(config=config))
     return "complete" if is_over else "unfinished"
 
 
 def _states(jobs):
-    """`(states, damaged)`: job -> state, and job -> problem for a damaged run. A damaged run must
-    not stop the others.
+    """`(states, damaged)`: name of a run -> state, and name of a damaged run -> problem.
+
+    A damaged run is no error here, because it must not stop the others.
     """
     states = {}
     damaged = {}
@@ -410,8 +399,7 @@ _OF_ROW = dict(_NEEDED, threshold="a number")
 
 
 def read_bench(folder: Path) -> dict | None:
-    """The content of `bench.json`, with a `Published` for each published figure; None if there is
-    no such file.
+    """The content of `bench.json`, with published figures as `Published`; None without such a file.
 
     Raises `DataError` for a damaged file, or another format version.
     """
@@ -426,13 +414,7 @@ def read_bench(folder: Path) -> dict | None:
             expected=f"format {BENCH_FORMAT}",
             got=str(bench.get("format"))[:80],
         )
-    check_keys(
-        bench,
-        _OF_BENCH,
-        where,
-        ("title", "rows"),
-        has_others=True,
-    )
+    check_keys(bench, _OF_BENCH, where, ("title", "rows"), has_others=True)
 
     rows = bench["rows"]
     if not rows:
@@ -440,14 +422,10 @@ def read_bench(folder: Path) -> dict | None:
     for i, row in enumerate(rows, 1):
         of_row = f"{where}, row {i}"
         check_keys(row, _OF_ROW, of_row, _NEEDED, has_others=True)
-        # The name is a folder's, and a file from elsewhere must not lead out of its own.
+        # The name is that of a folder. A file of a stranger must not lead to other folders.
         name = row["name"]
         if Path(name).name != name:
-            raise DataError(
-                f"{of_row}: no name of a folder",
-                leaf="name",
-                got=repr(name)[:80],
-            )
+            raise DataError(f"{of_row}: no name of a folder", leaf="name", got=repr(name)[:80])
 
     pairs = [(row["algorithm"], row["env"]) for row in rows]
     return {**bench, "published": published_in(bench.get("published", []), pairs, where)}
@@ -458,12 +436,12 @@ def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
 
     Args:
         jobs: list of `Job`
-        before: see `read_bench`
+        before: content of the file until now, see `read_bench`
     """
-    # Row -> the seeds that are there
+    # Name of a row -> seeds of earlier calls
     seeds = {row["name"]: row["seeds"] for row in _rows_of(before)}
 
-    # The configurations of a row differ in the seed alone.
+    # The configurations of a row differ only in the seed, so its first job stands for all.
     rows = []
     for job in _first_of_rows(jobs):
         row = job.row
@@ -489,19 +467,20 @@ def _rows_of(bench):
 
 
 def _first_of_rows(jobs):
-    "The first job of each row; those of a row are side by side."
+    "The first job of each row. The jobs of a row are next to one another in the list."
     return [next(group) for _, group in groupby(jobs, lambda job: job.row.name)]
 
 
 def _check_rows(folder, before, spec):
-    """Raise `DataError` if the folder has runs of rows that the specification lacks: a report would
-    leave them out.
+    """Raise `DataError` if the folder has runs of rows that the specification does not have.
+
+    A report would leave out these runs.
     """
-    # Rows that are no longer in the specification
+    # Rows of earlier calls that are not in the specification
     names = {row["name"] for row in _rows_of(before)}
     names -= {row.name for row in spec.rows}
 
-    # Those of them that have runs
+    # Such rows that have runs
     lost = []
     for name in sorted(names):
         if any(map(files_of_run, folder.glob(f"{name}-s*"))):
@@ -515,7 +494,7 @@ def _check_rows(folder, before, spec):
 
 # %% ../../nbs/results/01_bench.ipynb #6bc0c8ab
 def _check_named(row, path):
-    "Raise `DataError` for a module or a cluster that the file names, and the user does not."
+    "Raise `DataError` for a module or a cluster that only the file names, and not the user."
     check_address(row.options, path)
     for module in needed_modules(row._asdict()):
         if module not in sys.modules:
@@ -527,8 +506,9 @@ def _check_named(row, path):
 
 
 def _check_buildable(jobs):
-    """Build learner and pipeline of one run of each row, so that a mistake in a row is reported
-    before hours of training.
+    """Build the learner and the pipeline of one run of each row.
+
+    So a mistake in a row is reported before hours of training.
     """
     for job in _first_of_rows(jobs):
         try:
@@ -586,7 +566,7 @@ def bench_command(
     for row in spec.rows:
         _check_named(row, specification)
 
-    # What cannot work is refused before anything is made.
+    # A bench that cannot work is refused before a file is written.
     folder = Path(dir or f"runs/{Path(specification).stem}")
     runs = jobs_of(spec.rows, folder, tuple(imports))
     _check_rows(folder, read_bench(folder), spec)
@@ -595,12 +575,9 @@ def bench_command(
 
     make_folder(folder)
     with locked(folder):
-        # Another bench may have ended before we had the lock.
+        # The states are read again, because another bench may have held the lock until now.
         states, damaged = _states(runs)
-        write_json(
-            folder / BENCH,
-            bench_file(spec, runs, read_bench(folder)),
-        )
+        write_json(folder / BENCH, bench_file(spec, runs, read_bench(folder)))
         todo = [run for run in runs if states.get(run.name) in ("missing", "unfinished")]
         n_complete = len(runs) - len(todo) - len(damaged)
         steps = sum(run.config["steps"] for run in todo)

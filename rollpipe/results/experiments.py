@@ -45,25 +45,26 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
 
     Args:
         words: words of a command line
-        values: flags with one value each
-        flags: flags without one
+        values: flags to leave out that have a value each
+        flags: flags to leave out that have no value
     """
     rest = []
-    is_value = False  # is the next word the value of a flag that is left out?
+    skips_next = False  # the next word is the value of a flag that is left out
     for word in words:
         name, equals, _ = word.partition("=")
-        if is_value:
-            is_value = False
+        if skips_next:
+            skips_next = False
         elif name in values:
-            is_value = not equals
+            skips_next = not equals
         elif word not in flags:
             rest.append(word)
     return rest
 
 # %% ../../nbs/results/00_experiments.ipynb #9ba79271
 def python_words() -> list:
-    """The first words of a command that runs `rollpipe` in a new process, with the module search
-    path of this process.
+    """The first words of a command that runs `rollpipe` in a new process.
+
+    The new process gets the module search path of this one.
     """
     code = (
         f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
@@ -76,14 +77,14 @@ class RunProcess:
     """One run of an experiment, in a process of its own.
 
     Args:
-        name: beginning of the lines that it prints
-        command: the words of the command
-        ended: is called without arguments, in another thread, when `has_ended` has become true
+        name: name of the run, which is shown before each line that it prints
+        command: words of the command
+        ended: function without arguments, which another thread calls when the run has ended
     """
 
     def __init__(self, name: str, command: list, ended: Callable):
         self.name = name
-        self.last = ""  # the last line that it has printed, or its error
+        self.last = ""  # the last line that the run has printed, or its error
         self.has_ended = False
         self.process: Any = subprocess.Popen(
             command,
@@ -100,14 +101,15 @@ class RunProcess:
         threading.Thread(target=self._wait, args=(ended,), daemon=True).start()
 
     def _read(self):
-        """Print what the run prints, and keep its last line, or its error, which other lines may
-        follow.
+        """Print the lines of the run, and keep the last one.
+
+        A line with an error is kept even if other lines follow it.
         """
         with self.process.stdout as lines:
             for line in filter(None, map(str.strip, lines)):
                 if line.startswith("error: ") or not self.last.startswith("error: "):
                     self.last = line
-                # If nobody reads this process any more, the run must not end for it.
+                # The run must go on even if nobody reads the output of this process any more.
                 with suppress(OSError, ValueError):
                     sys.stderr.write(f"{self.name}: {line}\n")
 
@@ -115,18 +117,19 @@ class RunProcess:
         self.process.wait()
         unguard([self.process.pid])
 
-        # A process that the environment has left behind may hold the pipe open.
+        # The reader may never end, because a process that the environment has left behind may hold
+        # the pipe open. So it gets two seconds.
         self.reader.join(2)
         self.has_ended = True
         ended()
 
     def problem(self, stopped: int | None = None) -> str | None:
-        """Why the run has failed; None if it has not, or has done what a signal asked for.
+        """Why the run has failed; None if it succeeded, or ended because a signal asked it to.
 
         Args:
-            stopped: number of the signal that was sent to it, or None
+            stopped: number of the signal that was sent to the run, or None
         """
-        # A process that ends by a signal has one of these codes.
+        # A process that a signal has ended has one of these exit codes.
         code = self.process.returncode
         codes_of_signal = () if stopped is None else (-stopped, 128 + stopped)
         if code == 0 or code in codes_of_signal:
@@ -143,9 +146,9 @@ class EndedRuns(NamedTuple):
     """How several runs have ended.
 
     Args:
-        complete: names of those without a problem
-        failed: name and problem of each run that has failed
-        stopped: number of the signal that stopped them; None: they have ended by themselves
+        complete: names of the runs that ended with exit code 0
+        failed: a text for each run that has failed: its name and its problem
+        stopped: number of the signal that stopped the runs; None: they ended by themselves
     """
 
     complete: list
@@ -159,17 +162,17 @@ class EndedRuns(NamedTuple):
         saved: str = "nothing is lost, and the same command goes on",
         way_on: str = "the same command goes on",
     ) -> None:
-        """Raise an error if not all has gone well.
+        """Raise an error unless all runs are complete.
 
         Raises:
             Interrupted: a signal has ended the runs
-            WorkerError: some have failed
+            WorkerError: some runs have failed
 
         Args:
-            n: number of runs, with those that were not begun
-            what: what they are
-            saved: what holds after a signal
-            way_on: what to do when the cause of a failure is mended
+            n: number of all runs, also of those that were not started
+            what: word for the runs in the message
+            saved: end of the message after a signal
+            way_on: end of the message after a failure: what to do once its cause is mended
         """
         why = ""
         if self.failed:
@@ -183,8 +186,9 @@ class EndedRuns(NamedTuple):
 
 # %% ../../nbs/results/00_experiments.ipynb #c5f77c2e
 def run_all(commands: dict, jobs: int) -> EndedRuns:
-    """Run the commands, a few at a time, until all have ended. After a signal, no further command
-    is started.
+    """Run the commands, a few at a time, until all have ended.
+
+    After a signal, no further command is started.
 
     Args:
         commands: name -> words of a command
@@ -199,7 +203,7 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
             try:
                 n_running = sum(not run.has_ended for run in runs.values())
                 if waiting and stopped is None and n_running < jobs:
-                    # A signal between these lines would lose a process.
+                    # A signal must not come between the start of a process and its entry in `runs`.
                     with uninterrupted():
                         name = waiting.pop(0)
                         runs[name] = RunProcess(
@@ -212,7 +216,7 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                 else:
                     break
             except KeyboardInterrupt as e:
-                # The runs save, and end. Then the loop ends, too.
+                # The signal makes the runs save and end. The loop ends when all have ended.
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
                 for run in runs.values():
                     run.process.send_signal(stopped)
@@ -224,7 +228,7 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
         for run in runs.values():
             run.process.wait()
 
-    # A run that did what the signal asked for is neither complete, nor has it failed.
+    # A run that ended because of the signal counts neither as complete nor as failed.
     complete = [name for name, run in runs.items() if run.process.returncode == 0]
     problems = {name: run.problem(stopped) for name, run in runs.items()}
     failed = [f"{name}: {problem}" for name, problem in problems.items() if problem]
@@ -245,10 +249,13 @@ def _last_evaluation(folder):
 
 
 def summary(folders: list) -> str:
-    """A text with a return of each complete run, their mean and deviation, and the command that
-    draws them.
+    """A text with the return of each run, mean and deviation, and the command that draws curves.
 
-    The return is that of the last evaluation if all runs have one, and else that of the training.
+    The return is that of the last evaluation if all runs have one. Otherwise it is the last return
+    in the training.
+
+    Args:
+        folders: folders of complete runs
     """
     measure = "last evaluation"
     returns = np.array([_last_evaluation(folder) for folder in folders])
@@ -260,7 +267,7 @@ def summary(folders: list) -> str:
         text = "none, for no episode has ended" if np.isnan(x) else f"{x:.1f}"
         lines.append(f"{folder}: {measure} {text}")
 
-    # Over the runs in which an episode has ended
+    # Mean and deviation over the runs in which an episode has ended
     known = returns[np.isfinite(returns)]
     if len(known) > 1:
         lines.append(
@@ -290,12 +297,8 @@ def experiment_command(args: Namespace) -> None:
     }
     outcome = run_all(commands, jobs)
 
-    # After an interruption, the same command continues what has begun.
-    words = without(
-        args.words,
-        (),
-        ("--overwrite", "--continue"),
-    )
+    # After an interruption, the same command with `--continue` resumes the runs.
+    words = without(args.words, (), ("--overwrite", "--continue"))
     way_on = typed_command("rollpipe", *words, "--continue")
     complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
     if complete and outcome.stopped is None:
@@ -316,7 +319,7 @@ def _folders(args, seeds):
         for seed, config in configs.items()
     }
 
-    # Runs that are there already
+    # Runs that are in these folders already
     used = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
         for seed, config in configs.items():
@@ -328,14 +331,14 @@ def _folders(args, seeds):
             got=", ".join(used),
         )
 
-    # The device is needed by the runs.
+    # An error in the options is found before a run begins. The device is left to the runs.
     build(dict(configs[seeds[0]], device="cpu"))
     return folders
 
 
 def train_or_experiment(args: Namespace) -> None:
-    "Train one run, or with --seeds several."
-    # A parser leaves out what was not typed.
+    "Train one run, or several with `--seeds`."
+    # An option that was not typed is no attribute of `args`.
     seeds = getattr(args, "seeds", None)
     jobs = getattr(args, "jobs", None)
     if seeds is not None and hasattr(args, "seed"):

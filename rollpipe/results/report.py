@@ -44,8 +44,9 @@ __all__ = ['STYLE', 'diagnostics', 'notes_html', 'document', 'page', 'write_file
 
 # %% ../../nbs/results/04_report.ipynb #dec4c98d
 def diagnostics(results: Results) -> Any:
-    """A `Figure` of the diagnostics, a panel for each environment and metric; None if no run has
-    one. A single row has a colour per seed.
+    """A `Figure` of the diagnostics, with a panel for each environment and metric.
+
+    Rows have a colour each; a single row has a colour for each seed. None: no run has diagnostics.
     """
     charts = {}
     for env in dict.fromkeys(row.env for row in results.rows):
@@ -58,19 +59,18 @@ def diagnostics(results: Results) -> Any:
 
 
 def _draw(axes, rows, name, results):
-    "Draw a metric of all runs in an environment. Runs of one colour have one entry in the legend."
+    "Draw a metric of all runs in an environment."
     for row in rows:
         for k, run in enumerate(_runs_with(row, name)):
+            # The runs of a row have one colour, and only the first has an entry in the legend.
             label = "" if k else row.label
             color = color_of(results, row.label)
+
+            # The runs of a single row are told apart.
             if len(rows) == 1:
                 label = f"{row.label}, seed {run.seed}"
                 color = f"C{k % 10}"
-            x, y = thinned(
-                run.metrics["updates"],
-                run.metrics[name],
-                200,
-            )
+            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
             draw_line(axes, x, y, color, label, linewidth=1.2)
 
 
@@ -126,13 +126,13 @@ $body
 
 
 def document(title: str, body: list, more: str = "", head: str = "") -> str:
-    """A whole page, which loads nothing, and runs no script.
+    """A whole page of HTML, which loads nothing and runs no script.
 
     Args:
-        title: a text, which is escaped
-        body: its parts in HTML; empty ones are left out
-        more: more of its `Content-Security-Policy`
-        head: more of its head in HTML
+        title: title of the page; it is escaped
+        body: parts of the page in HTML; empty parts are left out
+        more: what is added to the `Content-Security-Policy` of the page
+        head: what is added to the head of the page, in HTML
     """
     return _PAGE.substitute(
         title=html.escape(title),
@@ -144,18 +144,18 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
 
 
 def _table(columns, rows):
-    "A table; empty if it has no rows."
+    "A table in HTML; empty if it has no rows."
     return table_html(columns, rows) if rows else ""
 
 
 def _picture(figure, name):
-    "The drawing of a figure; empty if there is none."
+    "A figure as HTML; empty if there is no figure."
     return wide(svg(figure, name)) if figure else ""
 
 
 def page(results: Results) -> str:
     "The report as one HTML file."
-    # The name and the command of each row
+    # The names of the rows, and their commands in HTML
     names = []
     commands = ""
     for row in results.rows:
@@ -164,7 +164,7 @@ def page(results: Results) -> str:
         commands += f"<h3>{html.escape(name)}</h3>"
         commands += f"<pre>{html.escape(row.command)}</pre>"
 
-    # A section with nothing in it is left out.
+    # Title -> content of a section. An empty section is left out.
     differing = differing_options(row.results for row in results.rows)
     sections = {
         "Learning curves": _picture(draw_curves(results), "curves"),
@@ -183,10 +183,10 @@ def page(results: Results) -> str:
 
 # %% ../../nbs/results/04_report.ipynb #f4cf1c98
 def write_files(folder: Path, contents: dict) -> list:
-    """Write the files of a report; each one is replaced as a whole. Returns their paths.
+    """Write the files of a report, and return their paths. An old file is replaced as a whole.
 
     Args:
-        contents: name -> text, or matplotlib `Figure`
+        contents: name of a file -> text, or matplotlib `Figure`
     """
     paths = []
     for name, content in contents.items():
@@ -197,11 +197,13 @@ def write_files(folder: Path, contents: dict) -> list:
 
 
 def write_report(results: Results, folder: str | Path) -> list:
-    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page. Returns
-    the paths of the files.
+    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page.
 
     Args:
-        folder: created if needed
+        folder: folder for the files, which is created if needed
+
+    Returns:
+        list: the paths of the files
     """
     folder = Path(folder)
     make_folder(folder)

@@ -37,22 +37,23 @@ from .options import Option, options_of
 
 # %% ../../nbs/settings/01_algorithms.ipynb #77a64dae
 class Algorithm(NamedTuple):
-    """All parts that are needed to train.
+    """The parts that a training needs.
 
     Args:
-        learner: learner(actor, critic, seed=..., **options), with `update`, `state_dict`,
-            `load_state_dict`, `actor`
-        pipeline: pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of
-            batches
-        policy: policy.for_env(env, seed=..., env_kwargs=..., **options)
-        critic: critic.for_env(...) likewise; None: the learner is called without a critic
-        defaults: option -> its default here, if it differs from that of the signature
-        recurrent: the policy with memory that the option `recurrent` puts in the place of `policy`,
-            and perhaps a critic that sees the memory, in the place of `critic`; empty: there is no
-            such option
-        shared: the policy with values that the option `shared` puts in the place of `policy` and
-            `critic`; None: there is no such option
-        omitted: parameters of the parts that are no options here, because they would do nothing
+        learner: class that is called as learner(actor, critic, seed=..., **options); its objects
+            have `update`, `state_dict`, `load_state_dict` and `actor`
+        pipeline: function that is called as pipeline(env, actor[, critic], seed=...,
+            env_kwargs=..., **options) and returns a pipe of batches
+        policy: class with the method policy.for_env(env, seed=..., env_kwargs=..., **options)
+        critic: class with the method critic.for_env, likewise; None: the learner takes no critic
+        defaults: option -> default for this algorithm, if it differs from that of the signature
+        recurrent: classes that the option `recurrent` selects: a policy with memory in place of
+            `policy`, and, if there are two, a critic that sees this memory in place of `critic`;
+            empty: the algorithm does not have this option
+        shared: class that the option `shared` selects in place of `policy` and `critic`: a policy
+            that also gives values; None: the algorithm does not have this option
+        omitted: parameters of the parts that do not become options, because this algorithm does
+            not use them
     """
 
     learner: type
@@ -66,10 +67,10 @@ class Algorithm(NamedTuple):
 
     @property
     def parts(self) -> dict:
-        """The parts with options, by name.
+        """Name -> part, for the parts that have options.
 
-        If parts share an option's name, the first gets the plain name. The seeds follow this order,
-        too.
+        Their order decides which part gets the plain name of an option that several parts have (see
+        `options_of`), and which seed each part gets.
         """
         parts = dict(learner=self.learner, pipeline=self.pipeline, policy=self.policy)
         return parts if self.critic is None else {**parts, "critic": self.critic}
@@ -78,7 +79,7 @@ class Algorithm(NamedTuple):
 def recurrence(
     recurrent: str | None = None, state_size: int = 64, span: float = 32.0, past: bool = False
 ) -> dict:
-    """Arguments of a policy with memory; empty if there is none.
+    """The arguments of a policy with memory; empty if the policy has no memory.
 
     Raises `DataError` for an option that would have no effect.
 
@@ -99,16 +100,16 @@ def recurrence(
             got=str(recurrent),
         )
 
-    # Without a memory, its other options must have their defaults.
+    # There is no memory, so the other options of a memory must have their defaults.
     parameters = signature_of(recurrence).parameters
-    for name, x in dict(state_size=state_size, span=span, past=past).items():
+    for name, value in dict(state_size=state_size, span=span, past=past).items():
         default = parameters[name].default
-        if x != default:
+        if value != default:
             raise DataError(
                 "this option is of a policy with memory",
                 leaf=name,
                 expected=f"{name}={default}, or recurrent=gru or lstm",
-                got=str(x),
+                got=str(value),
             )
     return {}
 
@@ -116,8 +117,8 @@ def recurrence(
 def sharing(shared: bool = False) -> bool:
     """Whether policy and critic share a network.
 
-    This declares the option `shared`: options are read from signatures (`options_of`), and no part
-    of an algorithm has this parameter.
+    The function is there to declare the option `shared`. Options are read from signatures
+    (`options_of`), and no part of an algorithm has a parameter of this name.
 
     Args:
         shared: policy and critic are one network, and only their last layers differ; this halves
@@ -129,14 +130,15 @@ def sharing(shared: bool = False) -> bool:
 def _check_no_critic(kwargs, options):
     "Raise `DataError` for an option that has no effect where policy and critic are one network."
     for option in options:
-        # The options of the critic alone have no effect, nor have its learning rate and a memory.
-        # Its encoder is left out, because a configuration sets it to that of the policy.
+        # Without a separate critic, its options and its learning rate have no effect, nor has a
+        # memory. The encoder is not checked: `resolve` has set it to that of the policy.
         is_of_critic = option.part == "critic" and option.param != "encoder"
         has_effect = not is_of_critic and option.name not in ("critic_lr", "recurrent")
         if has_effect:
             continue
 
-        # They must have their defaults; for `critic_lr`, None is the rate of the actor.
+        # An option without effect must have its default. `critic_lr` may also be None, which stands
+        # for the learning rate of the actor.
         value = kwargs[option.part].get(option.param, option.default)
         is_default = value == option.default
         is_rate_of_actor = option.name == "critic_lr" and value is None
@@ -151,14 +153,15 @@ def _check_no_critic(kwargs, options):
 
 
 def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
-    """The parts of an algorithm with the networks that the options ask for.
+    """Name -> part of an algorithm, with the networks that the options ask for.
 
-    With `recurrent`, they are a policy with memory, and a critic that sees it, if there is one.
-    With `shared`, the policy reports the values, and there is no critic.
+    With the option `recurrent`, the policy has a memory, and a critic, if there is one, sees this
+    memory. With the option `shared`, the policy gives the values, and there is no critic.
 
     Args:
-        kwargs: part, `recurrence` or `sharing` -> its arguments, which are changed in place
-        options: those of the algorithm, see `options_for`
+        kwargs: name of a part, `recurrence` or `sharing` -> its arguments; those that a memory
+            needs are added in place
+        options: options of the algorithm, see `options_for`
     """
     parts = algorithm.parts
     memory = recurrence(**kwargs["recurrence"])
@@ -169,7 +172,8 @@ def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
     if not memory:
         return parts
 
-    # A pipeline without the option `length` gives fragments of several steps.
+    # A memory learns from sequences. `length` is the number of steps of a sample from a replay
+    # memory; pipelines without this option give fragments of several steps.
     length = kwargs["pipeline"].get("length")
     if length is not None and length < 2:
         raise DataError(
@@ -190,8 +194,8 @@ def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
     return parts
 
 
-# A single environment, and one sample for each new step; fragments of several steps reduce the
-# overhead.
+# Off-policy learners of continuous actions step one environment, and draw one sample for each new
+# step. They collect several steps at a time, because that reduces the overhead.
 _CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1.0, capacity=1_000_000)
 _MEMORY: dict = dict(recurrent=(RecurrentPolicy, MemoryCritic))
 # The networks of the authors of IQL
@@ -217,7 +221,7 @@ ALGORITHMS = dict(
     ddpg=Algorithm(
         DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)
     ),
-    # BC learns from actions alone.
+    # BC does not use rewards.
     bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED, omitted=("reward_scale",)),
     iql=Algorithm(
         IQL,
@@ -234,7 +238,8 @@ ALGORITHMS = dict(
         dict(normalize=True, critic_normalize=True),
     ),
 )
-# Parameters that no algorithm offers. DQN sets epsilon from eps_start, eps_end and eps_steps.
+# Parameters that never become options. DQN computes `epsilon` from its options eps_start, eps_end
+# and eps_steps.
 _FIXED = tuple(
     "actor critic env env_kwargs seed info_keys edits device close "
     "observation_space action_space epsilon".split()
@@ -242,33 +247,35 @@ _FIXED = tuple(
 
 
 def _options(algorithm):
+    "The options of an algorithm, with its own defaults."
     parts = algorithm.parts
     if algorithm.recurrent:
         parts["recurrence"] = recurrence
     if algorithm.shared:
         parts["sharing"] = sharing
 
-    # An option of the pipeline that does not say when it may change may do so when new episodes
-    # begin, because then the pipeline is built again.
+    # An option of the pipeline may change when new episodes begin, unless it declares something
+    # else. The pipeline is built anew then.
     undeclared: dict[str, Change] = {"pipeline": "with new episodes"}
     options = options_of(parts, (*_FIXED, *algorithm.omitted), undeclared)
 
     # The command line uses the fastest engine; the recipes use torch.
     defaults = {"engine": "auto", **algorithm.defaults}
     options = [x._replace(default=defaults.get(x.name, x.default)) for x in options]
-    # None means as many environments as there are instances, and a run names an id, which has none.
+    # In a recipe, `n_envs=None` stands for all instances of environments that the caller passes. A
+    # run has the id of its environment instead, so its `n_envs` must be a number.
     return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]
 
 # %% ../../nbs/settings/01_algorithms.ipynb #fd8b1b46
 def register_algorithm(name: str, algorithm: Algorithm) -> None:
-    """Register an algorithm, for the command line, for `make_config` and for the loading of runs.
+    """Register an algorithm, so that the command line, `make_config` and stored runs can name it.
 
-    Raises `DataError` if the name is invalid or taken, or if a part cannot be used. The same
-    algorithm may be registered again.
+    Raises `DataError` if the name is invalid or taken, or if a part cannot be used. An algorithm
+    with the same learner may be registered again under its name.
 
     Args:
         name: name on the command line: small letters, digits, `-` and `_`
-        algorithm: its parts
+        algorithm: parts of the algorithm
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
         raise DataError(
@@ -293,25 +300,28 @@ def register_algorithm(name: str, algorithm: Algorithm) -> None:
 
 
 def _owner(algorithm):
+    "The module and the name of an algorithm's learner."
     learner = algorithm.learner
     return f"{getattr(learner, '__module__', '?')}.{getattr(learner, '__qualname__', '?')}"
 
 
 def _check_parts(name, algorithm):
+    "Raise `DataError` if a part cannot be called, or if the options cannot be read."
     for part, x in algorithm.parts.items():
-        method = "for_env" if part in ("policy", "critic") else "__call__"
+        method = "__call__"
+        expected = "a class or function"
+        if part in ("policy", "critic"):
+            method = "for_env"
+            expected = "a class with the method `for_env`"
         if not callable(getattr(x, method, None)):
-            is_function = method == "__call__"
             raise DataError(
                 f"the algorithm {name!r} has a part that cannot be used",
                 leaf=part,
                 got=describe(x),
-                expected="a class or function"
-                if is_function
-                else f"a class with the method `{method}`",
+                expected=expected,
             )
 
-    # Its options, and the defaults of some of them
+    # The signatures must give options, and each of `defaults` must belong to one of them.
     try:
         known = [option.name for option in _options(algorithm)]
     except (TypeError, ValueError) as e:
@@ -325,13 +335,14 @@ def _check_parts(name, algorithm):
         )
 
 
-_tried = set()  # entry points that were loaded, or that failed
+_tried = set()  # name and value of each entry point that has been loaded, or has failed
 
 
 def load_plugins() -> None:
-    """Register the algorithms of installed packages. Each is tried once.
+    """Register the algorithms of installed packages.
 
-    Such a package has entry points of the group `rollpipe.algorithms`.
+    A package names them by entry points of the group `rollpipe.algorithms`. Each entry point is
+    tried once; if it fails, a warning tells why.
     """
     for point in entry_points(group="rollpipe.algorithms"):
         if (point.name, point.value) in _tried:
@@ -347,7 +358,7 @@ def load_plugins() -> None:
 
 # %% ../../nbs/settings/01_algorithms.ipynb #7101e0e1
 def is_algorithm(name: Any) -> bool:
-    "Whether an algorithm has this name, also an algorithm of an installed package."
+    "Whether there is an algorithm of this name, in rollpipe or in an installed package."
     if not isinstance(name, str):
         return False
     if name not in ALGORITHMS:
@@ -356,7 +367,7 @@ def is_algorithm(name: Any) -> bool:
 
 
 def options_for(algorithm: str) -> list[Option]:
-    """The options of an algorithm. Raises `DataError` for an unknown one.
+    """The options of an algorithm. Raises `DataError` for an unknown algorithm.
 
     Args:
         algorithm: name in `ALGORITHMS`

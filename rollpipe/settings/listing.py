@@ -43,13 +43,14 @@ def kinds_for(algorithm: str) -> list[str]:
 
 
 def algorithms_for(space: Space, like: str) -> list:
-    """The algorithms whose networks can be built for an action space.
+    """The algorithms that can take the place of another one for an action space.
 
-    They learn from the same kind of data as another one.
+    Their networks can be built for this space, and they learn from the same source: either all from
+    recorded steps, or all from an environment.
 
     Args:
         space: an action space
-        like: name in `ALGORITHMS`; if this one learns from recorded steps, so do the others
+        like: the other algorithm, a name in `ALGORITHMS`
     """
     is_offline = ALGORITHMS[like].pipeline is from_data
     return [
@@ -60,6 +61,8 @@ def algorithms_for(space: Space, like: str) -> list:
 
 
 def _can_be_built(algorithm, space):
+    "Whether the networks of an algorithm can be built for an action space."
+    # The networks are for observations of one number.
     spaces = Box(-1.0, 1.0, (1,)), space
     try:
         algorithm.policy.for_env(spaces, seed=0)
@@ -70,9 +73,9 @@ def _can_be_built(algorithm, space):
     return True
 
 # %% ../../nbs/settings/03_listing.ipynb #747f3d5c
-# Modules whose environments are quick to make, so their action spaces are looked up.
+# Beginnings of modules whose environments are quick to make. `actions_of` makes them.
 QUICK = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
-# beginning of a module -> the package that it needs, and how one installs it
+# beginning of an environment's module -> the package that it needs, and what to install for it
 NEEDS = {
     "gymnasium.envs.mujoco.": ("mujoco", "rollpipe[mujoco]"),
     "gymnasium.envs.box2d.": ("Box2D", "rollpipe[box2d]"),
@@ -80,7 +83,7 @@ NEEDS = {
     "gymnasium.envs.tabular.": ("jax", "jax"),
     "ale_py.": ("ale_py", "rollpipe[atari]"),
 }
-# All others of Box2D have Discrete actions.
+# The environments of Box2D that have actions in a `Box`. All others have Discrete actions.
 BOX_OF_BOX2D = ("LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing")
 
 
@@ -91,6 +94,7 @@ def latest() -> list:
     """
     last: dict[tuple, EnvSpec] = {}
     for spec in registry.values():
+        # Such an entry point raises an error that says what to install.
         if getattr(spec.entry_point, "__name__", "").startswith("_raise"):
             continue
         key = (spec.namespace, spec.name)
@@ -100,7 +104,10 @@ def latest() -> list:
 
 
 def actions_of(spec: EnvSpec) -> str:
-    "The kind of an environment's action space; `?` if to find out would take too long, or failed."
+    """The kind of an environment's action space, such as `Box`.
+
+    It is `?` if making the environment fails, or might take too long.
+    """
     module = str(spec.entry_point)
     if module.startswith("gymnasium.envs.mujoco."):
         return "Box"
@@ -117,7 +124,7 @@ def actions_of(spec: EnvSpec) -> str:
 
 
 def missing_for(spec: EnvSpec) -> str:
-    "The package that must be installed for an environment; empty if none is known to be missing."
+    "What must be installed for an environment; empty if nothing is known to be missing."
     for start, (package, extra) in NEEDS.items():
         if str(spec.entry_point).startswith(start):
             return extra if find_spec(package) is None else ""
@@ -136,7 +143,7 @@ def table_lines(rows: Iterable) -> list:
 
 
 def algorithm_lines() -> list:
-    "Each algorithm with its description and the kinds of actions that it can learn."
+    "A line for each algorithm: the kinds of actions that it can learn, and its description."
     rows = []
     for name, algorithm in ALGORITHMS.items():
         about = summary_of(algorithm.learner)
@@ -145,10 +152,11 @@ def algorithm_lines() -> list:
 
 
 def env_lines(algorithm: str | None = None) -> list:
-    """Each environment with its kind of actions, and the package that it lacks.
+    """A line for each environment: its kind of actions, and the package that must be installed.
 
     Args:
-        algorithm: only environments that this algorithm can learn, or whose actions are unknown
+        algorithm: list only environments that this algorithm can learn, or whose kind of actions is
+            not known; None: list all
     """
     kinds = [*kinds_for(algorithm), "?"] if algorithm else None
     rows = []
@@ -161,10 +169,10 @@ def env_lines(algorithm: str | None = None) -> list:
 
 
 def preset_lines(algorithm: str | None = None) -> list:
-    """Each preset with its environments and its settings.
+    """A line for each preset: its environments and its settings.
 
     Args:
-        algorithm: only presets of this algorithm
+        algorithm: list only presets of this algorithm; None: list all
     """
     rows = []
     names = [algorithm] if algorithm else [*ALGORITHMS]
@@ -177,10 +185,10 @@ def preset_lines(algorithm: str | None = None) -> list:
 
 
 def option_lines(algorithm: str, known: list) -> list:
-    """Each option with its kinds of values, its default and its meaning.
+    """A line for each option: its kinds of values, its default and its meaning.
 
     Args:
-        known: `Option`s of a run, which every algorithm has
+        known: list of `Option`: those of a run, which come with every algorithm
     """
     rows = []
     for option in options_for(algorithm) + known:
@@ -191,7 +199,7 @@ def option_lines(algorithm: str, known: list) -> list:
 
 # %% ../../nbs/settings/03_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:
-    """Print one list, or all.
+    """Print the list that the user asks for, or all lists but that of the options.
 
     Raises `DataError` for an unknown algorithm, or if a list needs an algorithm and none is given.
     """
@@ -203,7 +211,7 @@ def list_command(args: Namespace, run_options: list) -> None:
         print("options: rollpipe list options ALGO")
         return
 
-    # The algorithm, if it is known and the list takes one
+    # Only some lists take the name of an algorithm, and the list of options needs one.
     if args.of is not None:
         options_for(args.of)
     elif args.what == "options":

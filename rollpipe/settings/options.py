@@ -38,34 +38,43 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
 
     Args:
         annotation: annotation of a parameter, as an object or as text
-        default: its default, which decides if there is no annotation
+        default: default of the parameter, which decides if the annotation names no kind
 
     Returns:
-        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or
-            of "value": anything. `options_of` adds "schedule" for an option that may follow one
+        tuple: names of kinds: "bool", "int", "float", "str", "dict", "None", "value" (any literal
+            of Python, or text), or a tuple such as "int,..." (integers). For an option that may
+            follow a schedule, `options_of` adds "schedule"
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    is_tuple = isinstance(default, tuple)
-    annotated = re.search(r"tuple\[(\w+), \.\.\.\]", text)
-    item = type(default[0]).__name__ if is_tuple and default else "int"
-    items = f"{annotated[1] if annotated else item},..."
 
-    # What the annotation says; None alone does not say which values there are besides it.
-    parts = [items if part.startswith("tuple") else part for part in re.split(r" *\| *", text)]
-    kinds = tuple(part for part in parts if part in (*_TYPES, items, "None"))
+    # The kind of a tuple, such as "int,...", has the type of its items.
+    tuple_in_text = re.search(r"tuple\[(\w+), \.\.\.\]", text)
+    is_tuple = isinstance(default, tuple)
+    if tuple_in_text:
+        item = tuple_in_text[1]
+    elif is_tuple and default:
+        item = type(default[0]).__name__
+    else:
+        item = "int"
+    kind_of_tuple = f"{item},..."
+
+    # The annotation decides, unless it names no kind but None.
+    parts = re.split(r" *\| *", text)
+    parts = [kind_of_tuple if part.startswith("tuple") else part for part in parts]
+    kinds = tuple(part for part in parts if part in (*_TYPES, kind_of_tuple, "None"))
     if set(kinds) - {"None"}:
         return kinds
 
-    # What the default says
+    # Otherwise the default decides.
     if is_tuple:
-        return (items,)
+        return (kind_of_tuple,)
     return ("value",) if default is None else (type(default).__name__,)
 
 
 def _is_kind(value: Any, kind: str) -> bool:
-    """Is `value` of this kind, see `kinds_of`?
+    """Whether a value is of this kind; `kinds_of` lists the kinds.
 
-    Raises `DataError` for a text that looks like a schedule, and is none.
+    Raises `DataError` for the kind "schedule" and a text with a colon that is not a schedule.
     """
     if kind == "None":
         return value is None
@@ -79,30 +88,31 @@ def _is_kind(value: Any, kind: str) -> bool:
         return isinstance(value, (tuple, list)) and all(_is_kind(x, kind_of_items) for x in value)
 
     # In Python a bool is an int, but True is no number of steps.
-    is_other_bool = isinstance(value, bool) and kind not in ("bool", "value")
-    return isinstance(value, _TYPES[kind]) and not is_other_bool
+    is_misplaced_bool = isinstance(value, bool) and kind not in ("bool", "value")
+    return isinstance(value, _TYPES[kind]) and not is_misplaced_bool
 
 
 def _in_words(kinds: Iterable) -> str:
+    "The kinds as an error message names them, such as `float or none`."
     return " or ".join(kind.lower() for kind in kinds)
 
 
 def _as_typed(kinds: Iterable) -> str:
-    "The kinds in words, tuples as they are typed, such as `int or int,int`."
+    "The kinds as `_in_words`, but with tuples as a user types them, such as `int or int,int`."
     return re.sub(r"(\w+),\.\.\.", r"\1 or \1,\1", _in_words(kinds))
 
 # %% ../../nbs/settings/00_options.ipynb #d709e161
 class Option(NamedTuple):
-    """One parameter of one function, as an option.
+    """An option: one parameter of one function or class.
 
     Args:
-        name: unique identifier; `max_kl` is typed as `--max-kl`
-        part: name of the function that the option belongs to, a key of the `parts` of `options_of`
-        param: name of its parameter there
+        name: unique identifier; a user types `max_kl` as `--max-kl`
+        part: name of the function or class, as in the argument `parts` of `options_of`
+        param: name of the parameter in its signature
         default: bool, int, float, str, None or a tuple of these
-        help: meaning, from the signature
-        kinds: kinds of values that it accepts, from the annotation, such as `("float", "None")`
-        changes: when it may get another value in a run that goes on, see `Change`
+        help: meaning of the parameter, from the docstring
+        kinds: kinds of values that the option accepts, such as `("float", "None")`
+        changes: when a run may continue with another value, see `Change`
     """
 
     name: str
@@ -119,14 +129,14 @@ class Option(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        "The default as it is typed."
+        "The default as a user would type it."
         if self.default is None:
             return "none"
         is_tuple = isinstance(self.default, tuple)
         return ",".join(map(str, self.default)) if is_tuple else str(self.default)
 
     def check(self, value: Any) -> None:
-        "Raise `DataError`, which names the option, unless `value` is of one of its kinds."
+        "Raise `DataError` unless `value` is of one of the kinds. The error names the option."
         try:
             if any(_is_kind(value, kind) for kind in self.kinds):
                 return
@@ -140,17 +150,17 @@ class Option(NamedTuple):
 def options_of(
     parts: dict, skip: Iterable = (), undeclared: Mapping[str, Change] = MappingProxyType({})
 ) -> list[Option]:
-    """An option for every parameter with a plain default.
+    """Make an option of every parameter whose default is plain, see `Option.default`.
 
-    If its name is taken, the name of the part precedes it: `critic_hidden`. A class whose
-    `__init__` passes `**options` on has the parameters of its base, too.
+    An option has the name of its parameter. If an earlier part already has an option of this name,
+    the name of the part precedes it, as in `critic_hidden`. If the `__init__` of a class passes
+    `**options` on to its base, the parameters of the base become options, too.
 
     Args:
-        parts: part -> function or class; if two parts have a parameter of the same name, the first
-            one gets the plain name
-        skip: parameters that do not become options
-        undeclared: part -> when its parameters may change that do not say so; all others never
-            change
+        parts: name of a part -> function or class
+        skip: names of parameters that do not become options
+        undeclared: name of a part -> when its parameters may change, if they do not declare it
+            themselves; without an entry they never change
     """
     options = {}
     for part, function in parts.items():
@@ -163,7 +173,9 @@ def options_of(
                 continue
             when = changes.get(param, undeclared.get(part, "never"))
             annotation, _ = split_annotation(parameter)
-            kinds = kinds_of(annotation, default) + ("schedule",) * (when == "by schedule")
+            kinds = kinds_of(annotation, default)
+            if when == "by schedule":
+                kinds += ("schedule",)
             name = param if param not in options else f"{part}_{param}"
             text = help_texts.get(param, "")
             options[name] = Option(name, part, param, default, text, kinds, when)
@@ -171,19 +183,20 @@ def options_of(
 
 
 def _parameters(function: Callable) -> list:
-    "The parameters of a function or a class. What a class declares precedes what it inherits."
+    "The parameters of a function or a class. Those that a class declares precede inherited ones."
     owners = function.__mro__ if inspect.isclass(function) else ()
     parameters = dict(signature_of(function).parameters)
 
-    # What an `__init__` takes as `**options` goes to that of the next base.
+    # An `__init__` with `**options` passes them to the `__init__` of the next base, so the
+    # parameters of that one are options of the class, too.
     for init in [vars(owner)["__init__"] for owner in owners if "__init__" in vars(owner)]:
         of_init = signature_of(init).parameters
         parameters = {**of_init, **parameters}
         if not any(x.kind is x.VAR_KEYWORD for x in of_init.values()):
             break
 
-    # name -> the number of the farthest base that declares it: a class that only gives an option of
-    # its base another default leaves it in its place. With
+    # name -> the number of the farthest base that declares it. So an inherited option keeps its
+    # place if a class only gives it another default. With
     #     class Base: lr: float = 1e-3; gamma: float = 0.99
     #     class Learner(Base): clip: float = 0.2; lr: float = 3e-4
     # the order is clip, lr, gamma.
@@ -194,11 +207,12 @@ def _parameters(function: Callable) -> list:
 
 
 def _is_plain(default: Any) -> bool:
+    "Whether a default is a bool, a number, a text or None, or a tuple of these."
     items = default if isinstance(default, tuple) else (default,)
     return all(isinstance(x, (bool, int, float, str, type(None))) for x in items)
 
 # %% ../../nbs/settings/00_options.ipynb #1a32e825
-# ours -> the names of Stable-Baselines3 and CleanRL
+# name of an option -> its names in Stable-Baselines3 and CleanRL
 _ELSEWHERE = dict(
     lr="learning_rate policy_lr",
     critic_lr="q_lr qf_lr",
@@ -254,10 +268,12 @@ _ELSEWHERE = dict(
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
     """The options that a user may mean by an unknown name.
 
-    They are those that other libraries call so, or else the most similar names.
+    If other libraries use this name, these are our names of the same options. Otherwise they are
+    the options with the most similar names.
 
     Args:
-        known: names of the options that there are
+        name: the unknown name
+        known: names of all options
         n: largest number of similar names
     """
     known = list(known)
@@ -266,7 +282,9 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:
-    """The value that `text` stands for, read as the first kind that accepts it. Raises ValueError.
+    """Read a text as the first of some kinds that accepts it.
+
+    Raises `ValueError` if none of them accepts it.
 
     Args:
         text: the text on the command line
@@ -283,6 +301,7 @@ def parse_value(text: str, kinds: tuple) -> Any:
 
 
 def _read(text: str, kind: str) -> Any:
+    "Read a text as a value of one kind. Raises `ValueError` or `OverflowError` if it is not one."
     if kind.endswith(",..."):
         items = text.strip("()[] ").split(",")
         kind_of_items = kind.removesuffix(",...")
@@ -297,19 +316,20 @@ def _read(text: str, kind: str) -> Any:
 
 
 def _integer(text: str) -> int:
-    "An int, which may be written as 1e6, 1m or 100k, in small or capital letters."
-    # The letters become exponents, because 16.1 * 1000 would not be whole.
+    "Read an integer, such as 1000, 1e6, 1m or 100k, in small or capital letters."
+    # The letters become exponents: `float("16.1e3")` is whole, and 16.1 * 1000 is not.
     text = re.sub("k$", "e3", text.lower())
     text = re.sub("m$", "e6", text)
     number = float(text)
     if not number.is_integer():
         raise ValueError(f"{text} is not whole")
 
-    # Without an exponent the text is read again, because a float has 53 bits.
+    # A float has only 53 bits, so `int` reads the digits of a text without an exponent.
     return int(number) if "e" in text else int(text)
 
 
 def _literal(text: str) -> Any:
+    "Read a literal of Python. Any other text stays a text."
     if text in ("true", "false"):
         return text == "true"  # as TOML and JSON write it
     try:
@@ -319,14 +339,14 @@ def _literal(text: str) -> Any:
 
 # %% ../../nbs/settings/00_options.ipynb #0e7fd1b5
 def parse_options(words: Iterable, known: Iterable, several: bool = False) -> dict:
-    """Options that are typed as `NAME=VALUE`.
+    """Read options that are typed as `NAME=VALUE`.
 
-    Raises `DataError` for one that cannot be read, or that is there twice.
+    Raises `DataError` for an option that cannot be read, and for one that is typed twice.
 
     Args:
-        words: the texts
-        known: list of `Option`; the value of any other one stays a text
-        several: whether there may be several values, with commas between them
+        words: texts `NAME=VALUE`
+        known: list of `Option`; the value of an option that is not among them stays a text
+        several: whether an option may have several values, separated by commas
 
     Returns:
         dict: name -> value, or a list of values
@@ -341,7 +361,8 @@ def parse_options(words: Iterable, known: Iterable, several: bool = False) -> di
             problem = "an option is there twice" if equals else "not an option"
             raise DataError(problem, leaf="--set", expected="NAME=VALUE", got=word)
 
-        # Its value or values; the commas of a tuple separate its items.
+        # Its value or values. An option that takes a tuple has one value, because there the commas
+        # separate the items of the tuple.
         kinds = kinds_by_name.get(name, ("str",))
         is_list = several and not any(kind.endswith(",...") for kind in kinds)
         try:
@@ -353,7 +374,9 @@ def parse_options(words: Iterable, known: Iterable, several: bool = False) -> di
 
 # %% ../../nbs/settings/00_options.ipynb #5e6b1873
 def parse_env_kwargs(items: Iterable) -> dict:
-    """`['g=9.81', 'continuous=true']` as a dict of Python values. Raises `DataError`.
+    """Read texts such as `['g=9.81', 'continuous=true']` as a dict of Python values.
+
+    Raises `DataError` for a text that is no keyword argument, and for a key that is there twice.
 
     Args:
         items: texts `key=value`
@@ -372,10 +395,10 @@ def parse_env_kwargs(items: Iterable) -> dict:
 
 
 def import_words(modules: Iterable) -> list:
-    """The words of a command line that import modules.
+    """The words of a command line that make the command import modules first.
 
     Args:
-        modules: modules that must be imported first
+        modules: names of the modules
     """
     words = []
     for module in modules:
@@ -384,41 +407,43 @@ def import_words(modules: Iterable) -> list:
 
 
 def shown(path: Path) -> Path:
-    "The path as one types it here: relative to the current folder, if it is inside it."
+    "A path as a user would type it: relative to the current folder, if it lies inside that folder."
     is_inside = path.is_absolute() and path.is_relative_to(Path.cwd())
     return path.relative_to(Path.cwd()) if is_inside else path
 
 
 def typed(words: Iterable) -> list:
-    """The words as texts.
+    """Turn the words of a command line into texts.
 
-    A path that begins with a dash gets the prefix `./`, because it would be read as an option.
+    A path that begins with a dash gets the prefix `./`, so that no parser takes it for an option.
 
     Args:
         words: words of a command line; paths as `Path`
     """
     texts = []
     for word in words:
-        is_like_flag = isinstance(word, Path) and str(word).startswith("-")
-        texts.append(f"./{word}" if is_like_flag else str(word))
+        looks_like_option = isinstance(word, Path) and str(word).startswith("-")
+        texts.append(f"./{word}" if looks_like_option else str(word))
     return texts
 
 
 def typed_command(*words: object) -> str:
-    "A command as one types it; see `typed`."
+    "A command as a user can type it in a shell; see `typed`."
     return shlex.join(typed(words))
 
 # %% ../../nbs/settings/00_options.ipynb #091c0aaa
 def parse_seeds(text: str) -> list[int]:
-    """The seeds that `text` stands for.
+    """Read the seeds of an experiment.
 
-    Raises `DataError` for what is neither a number nor a range, and for a repeated seed.
+    Raises `DataError` if a part of the text is neither a number nor a range, or if a seed is
+    repeated.
 
     Args:
         text: numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
     """
     seeds = []
     for part in text.split(","):
+        # A number is a range of one. Any other text stands for no seed, which is an error below.
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
         numbers = range(0)
         if match:
@@ -431,35 +456,38 @@ def parse_seeds(text: str) -> list[int]:
             )
         seeds += numbers
 
-    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-    if twice:
-        raise DataError("a seed is there twice", leaf="--seeds", got=", ".join(map(str, twice)))
+    repeated = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    if repeated:
+        raise DataError("a seed is there twice", leaf="--seeds", got=", ".join(map(str, repeated)))
     return seeds
 
 # %% ../../nbs/settings/00_options.ipynb #bbcce3fd
 def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: bool = True) -> None:
     """Add the options to a parser.
 
-    What it parses has no attribute for an option that was not typed, so the caller knows which
-    ones were typed.
+    The namespace that the parser returns has no attribute for an option that was not typed. So the
+    caller knows which options were typed.
 
     Args:
         options: list of `Option`
-        grouped: whether each part gets a heading, and each switch a `--no-` form, because a preset
-            or a file may have set it
+        grouped: whether each part gets a heading, and each switch a `--no-` form, which undoes what
+            a preset or a file has set
     """
     groups = {}
     for option in options:
         if grouped and option.part not in groups:
             groups[option.part] = parser.add_argument_group(f"options of the {option.part}")
         group = groups.get(option.part, parser)
-        kind: dict[str, Any] = dict(
-            action=argparse.BooleanOptionalAction if grouped else "store_true"
-        )
-        if not isinstance(option.default, bool):
-            kind = dict(type=_type_for(option.kinds), metavar="|".join(option.kinds).lower())
-        action = group.add_argument(option.flag, dest=option.name, help=_help(option), **kind)
-        # It is set afterwards, because Python 3.10 would print it in the help of a boolean.
+
+        # A bool is a switch, and every other option takes a value.
+        details: dict[str, Any]
+        if isinstance(option.default, bool):
+            details = dict(action=argparse.BooleanOptionalAction if grouped else "store_true")
+        else:
+            details = dict(type=_type_for(option.kinds), metavar="|".join(option.kinds).lower())
+        action = group.add_argument(option.flag, dest=option.name, help=_help(option), **details)
+
+        # The default is set afterwards, because Python 3.10 would print it in the help of a switch.
         action.default = argparse.SUPPRESS
 
 
@@ -468,11 +496,12 @@ def add_parameters(
 ) -> None:
     """Add the parameters of a function to a parser.
 
-    A parameter without a default is a word without a flag, or several words if it may be a list.
+    A parameter with a default becomes an option. A parameter without one becomes a word without a
+    flag, or several such words if its annotation is a list.
 
     Args:
-        function: its docstring tells what its parameters mean
-        by_hand: parameters that the caller adds
+        function: function with these parameters, whose docstring explains them
+        by_hand: names of parameters that the caller adds itself
     """
     meaning_of = meanings(function)
     for parameter in signature_of(function).parameters.values():
@@ -488,23 +517,27 @@ def add_parameters(
 
 
 def typed_arguments(function: Callable, args: argparse.Namespace) -> dict:
-    "Parameter -> value, for those parameters of a function that a command line has."
+    "Name -> value, for the parameters of a function that the parsed command line contains."
     names = signature_of(function).parameters
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def _help(option: Option) -> str:
+    "The help text of an option, with its default in brackets."
     text = option.help.replace("None:", "none:")
     if option.default is not None:
         text += f" [{option.default_text}]"
-    return text.replace("%", "%%")
+    return text.replace("%", "%%")  # argparse formats help texts with `%`
 
 
 def _type_for(kinds: tuple) -> Callable:
+    "A function from text to value, as the parameter `type` of argparse takes it."
+
     def parse(text):
         try:
             return parse_value(text, kinds)
         except ValueError:
+            # argparse itself reports a text that does not look like a schedule.
             if not re.match(r"[a-z]+:", text):
                 raise
             problem = "this option takes no schedule"

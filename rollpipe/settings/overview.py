@@ -16,19 +16,23 @@ __all__ = ['COMMANDS', 'Parser', 'general_options', 'top_parser', 'is_overview',
 
 # %% ../../nbs/settings/04_overview.ipynb #bd4160ea
 class Parser(argparse.ArgumentParser):
-    "A parser whose errors are one line on stderr and exit code 2; names cannot be abbreviated."
+    """A parser that prints an error as one line on stderr and ends with exit code 2.
+
+    The names of options cannot be abbreviated.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        # An unknown algorithm may be one of the user, or an option that stands too early.
         if message.startswith("argument ALGO"):
             message += "; one of your own needs --import MODULE, "
             message += "and options such as --seed stand after ALGO ENV"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def flags(self) -> list:
-        "The options that its help shows, such as `--steps`."
+        "The options in the help of this parser, such as `--steps`, without their `--no-` forms."
         flags = []
         for action in self._actions:
             if action.help != argparse.SUPPRESS:
@@ -36,10 +40,12 @@ class Parser(argparse.ArgumentParser):
         return [flag for flag in flags if not flag.startswith("--no-")]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        "A word that is none of the choices is often a misspelled one."
+        "Raise an error for a word that is not among the choices. It suggests similar choices."
         if action.choices is None or value in action.choices:
             return
-        from rollpipe.pipes.data.errors import similar  # imports all of rollpipe.pipes
+
+        # Only an error needs this import, which loads all of `rollpipe.pipes`.
+        from rollpipe.pipes.data.errors import similar
 
         near = similar(value, action.choices)
         choices = ", ".join(map(str, action.choices))
@@ -82,10 +88,11 @@ COMMANDS = dict(
 
 
 def general_options() -> Parser:
-    "A parser of the options that every command has, as a parent of others."
+    "A parser of the options that every command has. It is a parent of the other parsers."
     parser = Parser(add_help=False)
 
-    # Nothing is set where they are not typed, because they may stand before and after the command.
+    # These options may stand before or after the command. Where one is not typed, `SUPPRESS` keeps
+    # argparse from overwriting what was typed at the other place.
     parser.add_argument(
         "--debug",
         action="store_true",
@@ -104,10 +111,13 @@ def general_options() -> Parser:
 
 
 def top_parser(general: Parser) -> tuple:
-    """The parser of `rollpipe`, and what a parser for each of the `COMMANDS` is added to.
+    """Make the parser of `rollpipe`, without the parsers of its commands.
 
     Args:
         general: see `general_options`
+
+    Returns:
+        tuple: the parser, and the object whose `add_parser` adds the parser of a command
     """
     parser = Parser(
         prog="rollpipe", description="Reinforcement learning as a pipeline.", parents=[general]
