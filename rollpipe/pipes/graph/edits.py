@@ -680,7 +680,8 @@ def _checked(result, new, old):
     if new is not old and any(p is old for p in nodes(new)):
         return _fitting(result)
     raise GraphError(
-        "the inserted pipe does not read from the pipe it was made from (`replace` would drop that one)",
+        "the inserted pipe does not read from the pipe it was made from (`replace` would drop that "
+        "one)",
         pipe=new,
         expected=f"a pipe that reads {_label(old)}",
     )

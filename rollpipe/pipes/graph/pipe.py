@@ -173,7 +173,7 @@ class Keeps:
     restored: dict | None = None
 
     def keep(self, **fresh: Any) -> dict:
-        """Register what `stream` keeps from item to item. `stream` calls this once, at its begin.
+        """Register what `stream` keeps from item to item. `stream` calls this by its first item.
 
         Returns a dict of the values `fresh`, in which `stream` then changes what it keeps. In a
         resumed iteration the dict has the values of the interrupted one: containers, objects and

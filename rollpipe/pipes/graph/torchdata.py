@@ -98,9 +98,10 @@ def too_long() -> GraphError:
     """The error for a graph that exceeds Python's recursion limit, because each pipe adds some
     nested calls when it is pickled or iterated.
     """
+    n_possible = sys.getrecursionlimit() // 6
     return GraphError(
         "the graph has too many pipes in a row for Python's limit of calls within one another",
-        expected=f"fewer, about {sys.getrecursionlimit() // 6}, or a larger `sys.setrecursionlimit`",
+        expected=f"fewer, about {n_possible}, or a larger `sys.setrecursionlimit`",
     )
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #a7e4279c

@@ -275,7 +275,8 @@ class LoaderIterator(Iterator):
         if not is_newest:
             loader._tell("finalize_iteration")
             raise RuntimeError(
-                "This iterator has been invalidated: a newer one was made from the same DataLoader2."
+                "This iterator has been invalidated: "
+                "a newer one was made from the same DataLoader2."
             )
         loader.waiting = False
         if loader.paused:
