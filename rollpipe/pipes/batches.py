@@ -155,7 +155,6 @@ class AdvantageBuffer(Pipe):
     reads = 1
     keeps_items = False
     any_strides = True
-    fusible = True
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class EpisodeBuilder:
         fin = tick.next.fin
         valid = tick.valid
 
-        # Most ticks share the array of step numbers with the one before, and need no check.
+        # Most ticks share the array of step numbers with the previous tick, and need no check.
         if self.stepno is not None and tick.state.stepno is not self.stepno:
             self._check_order(tick)
         self.stepno = tick.next.stepno
@@ -282,7 +282,7 @@ class Trace(NamedTuple):
         rew: float32 [T, B]: rewards; 0 where not `valid`
         fin: bool [T, B]: True where an episode ended with the step
         valid: bool [T, B]: False for steps that belong to no episode of the evaluation
-        actor: torch [T+1, B, ...]: what the actor reported, nested
+        actor: torch [T+1, B, ...]: the actor's reports, nested
     """
 
     rew: np.ndarray

@@ -244,7 +244,7 @@ class FragmentBuilder:
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
-        # Most ticks share the array of step numbers with the one before, and need no check.
+        # Most ticks share the array of step numbers with the previous tick, and need no check.
         last = self.last
         if last and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno):
             self._check_order(last, tick)
@@ -500,9 +500,9 @@ class Context:
 
     `startup` makes it, and `collect` advances it.
 
-    `state` is what the actor sees next (`State`, numpy `[B, ...]`). `hx` is the recurrent state
-    before its next reaction, with the environment on dim 1. As a context manager, it closes
-    environments that it made, but not environments that the user lent.
+    `state` is the state to which the actor reacts next (`State`, numpy `[B, ...]`). `hx` is the
+    recurrent state before this reaction, with the environment on dim 1. As a context manager, it
+    closes environments that it made, but not environments that the user lent.
 
     Args:
         plan: result of `prepare`
@@ -543,7 +543,7 @@ class Context:
 def startup(plan: FragmentCollector) -> Context:
     """Reset the environments of a plan from `prepare`, and the actor's recurrent state.
 
-    Each call starts anew.
+    Each call begins with new episodes.
     """
     if not isinstance(plan, FragmentCollector) or not isinstance(plan.pipe, EnvStepper):
         raise DataError(

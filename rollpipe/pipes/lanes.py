@@ -231,11 +231,11 @@ class Lanes(Divided, Seeded, Pipe):
         Args:
             lane: number of the lane
             root: from `root`
-            again: number of times that this lane was lost and began anew, each time with other
-                random numbers
+            again: number of times that this lane was lost with its worker and restarted, each time
+                with other random numbers
         """
         # `spawn` appends the number of each pipe to the key: `(lane, 0)`, `(lane, 1)` and so on. No
-        # graph has 2**16 pipes, so a lane that began anew gets other seeds than any pipe.
+        # graph has 2**16 pipes, so a restarted lane gets seeds that no pipe has had before.
         key = (lane, 2**16 + again) if again else (lane,)
         copy = copy_graph(self.pipe)
         with_lane = find(copy, lambda pipe: hasattr(pipe, "set_lane"))

@@ -308,7 +308,7 @@ class EpisodeAccount:
             if not is_next and not is_part:
                 is_next = continues(fragment, strand, expected)
 
-            # The sums begin anew unless this is the next fragment of the lane, with the same number
+            # The sums continue only if this is the next fragment of the lane, with the same number
             # of environments. A minibatch is never the next fragment.
             if has_other_width or not is_next:
                 sums = EpisodeSums(n)

@@ -71,7 +71,7 @@ def _is_method(name, x) -> bool:
 
 
 def trait(pipe: IterDataPipe, name: str) -> Any:
-    """The trait `name` of any pipe: the one that its class declares, or the cautious default."""
+    "The trait `name` of any pipe: the value that its class declares, or the cautious default."
     default = getattr(Traits, name)
     # torch's `Mapper` declares nothing, but reads one item for each that it yields.
     if name == "reads" and isinstance(pipe, Mapper):
@@ -169,15 +169,15 @@ class Keeps:
 
     # what the present iteration keeps, see `keep`; None: there is no iteration
     kept: dict | None = None
-    # a state from `get_state`, with which the next iteration will begin; None: it begins anew
+    # a state from `get_state`, with which the next iteration will begin; None: it begins empty
     restored: dict | None = None
 
     def keep(self, **fresh: Any) -> dict:
         """Register what `stream` keeps from item to item. `stream` calls this by its first item.
 
-        Returns a dict of the values `fresh`, in which `stream` then changes what it keeps. In a
-        resumed iteration the dict has the values of the interrupted one: containers, objects and
-        arrays in `fresh` are filled with them in place.
+        Returns a dict of the values `fresh`, which `stream` then updates. In a resumed iteration
+        the dict has the values of the interrupted iteration: containers, objects and arrays in
+        `fresh` are filled with them in place.
 
         A value is plain data in containers, an object of a class in `may_be_new`, or an object with
         `get_state` and `set_state`. A pipe that never calls this has no memory: each item depends
@@ -365,8 +365,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     Subclasses write `stream(self, items)`, a generator over the iterator of the input. They keep
     their configuration under the names of their `__init__` arguments, so that `repr` and
     `graph.draw` can show it. They keep no state of an iteration in attributes (see `keep`), so
-    every iteration starts anew, and the pipe can be pickled. As with all datapipes, a new iterator
-    of a pipe ends the older one.
+    every iteration begins from the start, and the pipe can be pickled. As with all datapipes, a new
+    iterator of a pipe ends the older one.
 
     Networks, actors and callables that a pipe keeps as attributes, or in dicts, lists and tuples,
     are held by reference: the copy of the graph that `DataLoader2` makes uses the same objects (see
@@ -476,8 +476,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         return True  # without this, Python would call `__len__`
 
     def __getstate__(self):
-        # While torch traverses a graph, its hook replaces the state of a pipe by what the pipe
-        # holds, which is no dict.
+        # While torch traverses a graph, its hook replaces the state of a pipe by the pipes in it,
+        # which are no dict.
         state = super().__getstate__()
         if not isinstance(state, dict):
             return state

@@ -201,7 +201,7 @@ class ReadingServiceInterface(ABC):
     ) -> Callable | None:
         """Prepare an iteration, with a source of seeds.
 
-        Returns None, or a function that changes the graph once more.
+        Returns None, or a function of the graph, which returns the graph for this iteration.
         """
         return None
 

@@ -155,8 +155,8 @@ class MeasuredTime:
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #218bbac3
 def _copy_of_service(service) -> Any:
     "A copy of the `service` for one run. `DataLoader2` makes such a copy, too."
-    # Attributes that belong to a run begin anew, see `WorkerReading.begin`. `records` has no limit
-    # here, because the figures need all records.
+    # Attributes that belong to a run get new values, see `WorkerReading.begin`. `records` has no
+    # limit here, because the figures need all records.
     service = copy.copy(service)
     service.end = None
     service.seams = []

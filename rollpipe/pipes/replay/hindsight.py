@@ -353,8 +353,8 @@ class Hindsight(Pipe):
     If an episode has not ended yet, a goal is drawn from its steps so far. If `rules` gives no
     terminations, steps keep theirs. A step that ended an episode, but does not terminate with its
     new goal, leads to the true last observation. Samples have no infos and no reports of the actor,
-    because these belong to the old goal. The goals are drawn with the generator of the memory. With
-    priorities, a step's TD error is that with the goal that it got in its last sample.
+    because these belong to the old goal. The goals are drawn with the generator of the memory. The
+    priority of a step comes from its last sample, which may have had another goal.
 
     Raises `DataError` for steps without goals or true last observations, for segments of more than
     one step, for actors with memory, and if `rules` gives other rewards or terminations than the
