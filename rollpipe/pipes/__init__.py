@@ -1,8 +1,7 @@
-"""What flows and where it runs: environments, fragments, advantages and batches as datapipes."""
+"""The pipes that a user composes, from environments to batches; their data; and edits of graphs."""
 
 from .data import nested, returns
-from .batches import AdvantageBuffer
-from .batches import FragmentStacker, Minibatcher, ToDevice
+from .batches import AdvantageBuffer, FragmentStacker, Minibatcher, ToDevice
 from .data.fragment import Fragment, State
 from .data.fragment_ops import with_rewards
 from .envs.watching import WithImage

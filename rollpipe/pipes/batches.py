@@ -47,8 +47,8 @@ def _evaluate(critic, obs, actor):
     try:
         return critic(obs)
     except RuntimeError:
-        # Observations from worker processes may have strides of which a critic can make no `view`.
-        # So the critic is called once more, with contiguous copies.
+        # Observations from worker processes may have strides for which `view` fails in a critic. So
+        # the critic is called once more, with contiguous copies.
         if all(x.is_contiguous() for x in nested.leaves(obs)):
             raise
         return critic(nested.map(Tensor.contiguous, obs))
@@ -57,7 +57,7 @@ def _evaluate(critic, obs, actor):
 def _judged(critic, obs, actor, leaf):
     """The critic's values without gradients and in evaluation mode.
 
-    `leaf` names the observations in the error if it fails.
+    Raises `DataError` if the critic fails. `leaf` is the name of the observations in the message.
     """
     obs = nested.as_seen(obs)
     try:
@@ -82,11 +82,12 @@ def values(
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
     Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it
-    terminated, `v_tp1` is 0, and so are the values of rows that are not `valid`, whatever the
-    critic says about observations that do not count. Raises `DataError` if there is neither a
-    critic nor a reported value, if the critic fails, or if the values have the wrong shape.
+    terminated, `v_tp1` is 0. In rows that are not `valid`, both are 0, whatever the critic returns
+    there. Raises `DataError` if there is neither a critic nor a reported value, if the critic
+    fails, or if the values have the wrong shape.
 
     Args:
+        fragment: [T, B]
         critic: `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
     """
     if critic is None:
@@ -105,7 +106,8 @@ def values(
         if len(fragment.final.t):
             v_final = _judged(critic, fragment.final.obs, fragment.final.actor, "final.obs")
 
-    # (which values, their shape in words, the values, their shape)
+    # Both groups of values are checked: (words that name the group, expected shape in words, the
+    # values, expected shape).
     checks = [("", "[T+1, B]", v, fragment.state.rew.shape)]
     if len(fragment.final.t):
         checks.append((" of the final observations", "[K]", v_final, fragment.final.t.shape))
@@ -149,11 +151,10 @@ class AdvantageBuffer(Pipe):
             on the rewards
     """
 
-    # What this class promises to those that read it, see `Pipe`
+    # What this class promises, see `Traits`
     reads = 1
     keeps_items = False
     any_strides = True
-    fusible = True
 
     def __init__(
         self,
@@ -179,25 +180,25 @@ class AdvantageBuffer(Pipe):
         try:
             return self._estimate(fragment)
         except PipeError as e:
-            # The parts are tried one by one, for the error of the first that fails: it names one
-            # lane.
+            # In a joined fragment, each part is tried alone. The first part that fails raises an
+            # error that names its lane.
             parts = unstacked(fragment)
             if len(parts) > 1:
                 for part in parts:
                     self._estimate(part)
 
-                # They fail only together, so the error names all of their lanes.
+                # No part has failed alone, so the error names the lanes of all parts.
                 lanes = [str(int(part.lane[0])) for part in parts]
                 e.lane = ", ".join(dict.fromkeys(lanes))
             raise
 
     def _estimate(self, fragment):
-        # The values of both ends of each step
+        # The values of the states before and after each step
         lane = None if fragment.lane is None else int(fragment.lane[0])
         with located(pipe=self, lane=lane):
             v_t, v_tp1 = values(fragment, self.critic)
 
-        # The advantages from them. The discount of a step that terminates is 0.
+        # The advantages. The discount of a step that terminates is 0.
         rew = fragment.state.rew[1:]
         discount = self.gamma * ~fragment.term[1:]
         adv = returns.gae(
@@ -211,8 +212,8 @@ class AdvantageBuffer(Pipe):
 
         is_wrong = ~adv.isfinite()
         if is_wrong.any():
-            # A nan spreads to the rows before it, so a row whose own inputs are wrong is named, if
-            # there is one.
+            # A nan spreads to earlier rows. So the error names a row whose own reward or values are
+            # not finite, if there is such a row.
             culprits = is_wrong & ~(rew.isfinite() & v_t.isfinite() & v_tp1.isfinite())
             t, b = (culprits if culprits.any() else is_wrong).nonzero()[0].tolist()
             raise DataError(
@@ -245,15 +246,15 @@ class FragmentStacker(Pipe):
     """
 
     fusible = True
-    # an object that reads the pipes above in another way, such as `passes.InPlace`: it has the
-    # methods `fits`, `stream` and `drawn`; None: they are read as usual
+    # an object that reads the pipes above in another way, with the methods `fits`, `stream` and
+    # `drawn`, such as `passes.InPlace`; None: the pipes above are read as usual
     fusion: Any = None
 
     def __init__(self, pipe: IterDataPipe, n: int):
         super().__init__(pipe)
         self.n = check_integer("n", n, pipe=self)
 
-    @property  # it follows from `n`
+    @property
     def reads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.n
 
@@ -268,22 +269,22 @@ class FragmentStacker(Pipe):
         return self._joined(items) if self._is_plain() else self.fusion.stream(self)
 
     def _is_plain(self):
-        "Are the pipes above read as usual, because no fusion works in the graph that ends here?"
+        "Are the pipes above read as usual? True if there is no fusion, or if it is not possible."
         return self.fusion is None or not self.fits(self)
 
     def _open(self):
         if self._is_plain():
             return super()._open()
-        return iter(())  # because the fusion itself opens the pipes above
+        return iter(())  # the fusion itself opens the pipes above
 
     def __repr__(self):
         return short_repr(self) if self._is_plain() else self.fusion.drawn(self)
 
     def _joined(self, items, placed=lambda fragments: fragments):
-        """The batches.
+        """The batches of the fragments `items`.
 
-        A fusion whose lanes write into the memory of the batch gives `placed`, see
-        `SideBySide.placed`.
+        `placed` is a function of the fragments of a batch, which are joined after it. A fusion
+        gives `SideBySide.placed`.
         """
         while fragments := list(islice(items, self.n)):
             yield self._join(fragments, placed)
@@ -295,19 +296,19 @@ class FragmentStacker(Pipe):
             with located(pipe=self):
                 return join(placed(fragments))
         finally:
-            fragments.clear()  # their memory is then free while the next fragments are collected
+            fragments.clear()  # so that their memory is free while the next ones are collected
 
 # %% ../../nbs/pipes/16_batches.ipynb #e97a1927
 class Arena(Destination):
     """Memory with places for the large arrays of a fragment.
 
-    A collector asks for each array by `empty`, which takes a free place for it. When the fragment
-    is complete, `find` tells in which place each array is.
+    A collector gets each array from `empty`, which takes a free place for it. When the fragment is
+    complete, `find` tells in which place each array is.
 
-    Subclasses define where a place is: `tensor(place)` returns its memory.
+    Subclasses define `tensor(place)`, which returns the memory of a place.
     """
 
-    LEAST = 2**16  # [bytes] of an array; smaller arrays are fast to copy
+    LEAST = 2**16  # [bytes]; smaller arrays get no place, because they are fast to copy
     tensor: Callable
 
     def reset(self, kinds: Sequence) -> None:
@@ -316,7 +317,7 @@ class Arena(Destination):
         From now on there are free places for arrays of these kinds, `(shape, torch dtype)`.
         """
         self.kinds = list(kinds)
-        self.free = list(range(len(kinds)))  # numbers of places
+        self.free = list(range(len(kinds)))  # numbers of the free places
         self.array_at = {}  # address of an array from `empty` -> its place and its tensor
 
     def empty(self, shape: tuple, dtype: Any) -> np.ndarray:
@@ -348,23 +349,23 @@ class Arena(Destination):
     def find(self, x: Tensor) -> tuple:
         """The number of the place in which `empty` made the array `x`, and the tensor there.
 
-        For another array, -1 and `x` itself.
+        For any other array, -1 and `x` itself.
         """
 
         def form(x):
             return x.dtype, x.shape, x.stride()
 
-        # A part of such an array may begin at the same address, but it has another form.
+        # A view of a part of an array may begin at the same address, but has another form.
         place, array = self.array_at.get(x.data_ptr(), (-1, x))
         return (place, array) if form(array) == form(x) else (-1, x)
 
 
 class SideBySide(Arena):
-    """Memory for `n` fragments that will be joined: their large integer arrays are made as columns
-    of one array, so `join` need not copy.
+    """Memory for `n` fragments that will be joined. Their large integer arrays are made as columns
+    of one array, so `join` need not copy them.
 
-    Arrays of floats are made elsewhere: the last bits of what is computed from them may depend on
-    whether their rows lie one after the other.
+    Arrays of floats get ordinary memory. Otherwise their rows would not be contiguous, which may
+    change the last bits of what is computed from them.
 
     The collectors make one fragment after the other. Call `placed` when a batch is complete.
     """
@@ -384,8 +385,8 @@ class SideBySide(Arena):
         if self.position > 0:
             return super().take(shape, dtype)
 
-        # The first fragment of a batch makes the places. numpy allocates them, because it asks the
-        # system for huge pages.
+        # The first fragment of a batch makes the places. They are allocated by numpy and not by
+        # torch, because numpy asks the system for huge pages, which are faster.
         n_steps, width, *rest = shape
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         whole = np.empty((n_steps, self.n * width, *rest), numpy_dtype)
@@ -400,16 +401,17 @@ class SideBySide(Arena):
         return self.wholes[place][:, begin : begin + width]
 
     def completing(self) -> None:
-        """The present fragment has all its steps (see `Destination`).
+        """Begin the next fragment of the batch: all places are free again, with its columns.
 
-        All places are free for the next fragment of the batch.
+        See `Destination.completing`.
         """
         self.position += 1
         self.free = list(range(len(self.kinds)))
 
     def placed(self, fragments: list) -> list:
-        """The `fragments` of a batch with their arrays as columns of the joined ones, so that
-        `join` finds them side by side.
+        """The `fragments` of a batch, with arrays that are columns of the joined arrays.
+
+        So `join` finds that they lie side by side already. The next batch gets new arrays.
         """
         placed = []
         for fragment in fragments:
@@ -438,7 +440,7 @@ def minibatches(
         epochs: how often each transition is used
         rng: draws the order of each epoch
     """
-    # `indices` are those of what is shuffled: environments with recurrent state, else transitions.
+    # With recurrent state, `indices` are those of environments, else those of valid transitions.
     # Picking the transitions of eight minibatches in one call takes little longer than picking
     # those of one minibatch.
     if nested.leaves(fragment.hx):
@@ -490,8 +492,8 @@ class Minibatcher(Seeded, Pipe):
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         rng = np.random.default_rng(self.seed_sequence())
-        # The fragment in progress, `n` of whose minibatches were yielded, and the state of the
-        # generator before its first one
+        # The fragment in progress; `n`, the number of its minibatches that were yielded; and
+        # `before`, the state of the generator before its first minibatch
         progress = self.keep(
             fragment=None,
             n=0,
@@ -519,8 +521,13 @@ class Minibatcher(Seeded, Pipe):
 def _begin(item, device, side):
     """Begin to copy `item` to `device` in the CUDA stream `side`.
 
-    Returns the copy and the event of its arrival; no `side`: no event. Iterators in it become
-    iterators over copies, each of which begins when it is asked for.
+    Returns the copy and the CUDA event of its arrival, both for `_complete`. Iterators in `item`
+    become iterators over copies. The copy of each of their items begins when it is read.
+
+    Args:
+        item: a container of tensors and iterators
+        device: a `torch.device`
+        side: a CUDA stream; None: copy at once, without an event
     """
 
     def move(x):
@@ -528,8 +535,8 @@ def _begin(item, device, side):
             return (_complete(*_begin(each, device, side)) for each in x)
         if not isinstance(x, Tensor):
             return x
-        # Nobody need hold the pinned copy: torch's allocator reuses its memory only after the
-        # transfer has finished.
+        # No reference to the pinned copy is needed: torch's allocator reuses its memory only after
+        # the transfer has finished.
         if side is not None and x.device.type == "cpu":
             x = x.pin_memory()
         return x.to(device, non_blocking=side is not None)
@@ -547,13 +554,16 @@ def _complete(item, event):
         if isinstance(x, Tensor) and x.is_cuda:
             current = torch.cuda.current_stream(x.device)
             current.wait_event(event)
-            x.record_stream(current)  # the memory was allocated by the other stream
+            # The side stream has allocated the memory, and must not reuse it while this stream
+            # works with it.
+            x.record_stream(current)
     return item
 
 # %% ../../nbs/pipes/16_batches.ipynb #0403745f
 class ToDevice(Pipe):
-    """Move the tensors of each item (a `Fragment`, `NSteps` or any other container, also what
-    iterators in it yield) to `device`.
+    """Move the tensors of each item to `device`.
+
+    An item is a `Fragment`, `NSteps` or any other container. Iterators in it yield moved items.
 
     For a CUDA device, tensors are copied to pinned memory, and then on a separate CUDA stream
     without blocking. The consumer's stream waits for the copy, but the program does not. With
@@ -601,7 +611,7 @@ class ToDevice(Pipe):
             )
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-        # copies that have begun, oldest first
+        # Copies that have begun, with their events, oldest first
         under_way = deque()
         for item in items:
             if isinstance(item, Tick):

@@ -25,8 +25,8 @@ from .keeping.plain import may_be_new
 
 # %% ../../nbs/pipes/17_episodes.ipynb #bf479587
 def _row(x):
-    """The only row of a tensor `[1, B, ...]`, as an array if possible, because arrays are faster to
-    copy.
+    """The only row of a tensor `[1, B, ...]`, as a numpy array if possible, because arrays are
+    copied faster.
     """
     if x.device.type != "cpu" or x.dtype == torch.bfloat16:
         return x[0]
@@ -49,8 +49,8 @@ class EpisodeBuilder:
         self.begin = np.zeros(n_envs, np.int64)
         self.version = np.zeros(n_envs, np.int64)  # version of the weights at that row
         self.hx = [()] * n_envs  # the environment's recurrent state at that row
-        self.waiting = True  # does an environment wait for its episode to begin?
-        self.infos = None  # the keys of the infos in the rows; None: there was no row yet
+        self.waiting = True  # may an episode begin with the next tick?
+        self.infos = None  # keys of the infos in the rows; None: there was no row yet
         self.stepno: Any = None  # step numbers after the last tick; None: there was no tick yet
 
     def add(self, tick: Tick) -> list[Fragment]:
@@ -59,22 +59,22 @@ class EpisodeBuilder:
         fin = tick.next.fin
         valid = tick.valid
 
-        # Most ticks share the array of step numbers with the one before, and need no check.
+        # Most ticks share the array of step numbers with the previous tick, and need no check.
         if self.stepno is not None and tick.state.stepno is not self.stepno:
             self._check_order(tick)
         self.stepno = tick.next.stepno
 
-        # The episodes that begin with it
+        # The episodes that begin with this tick
         if self.waiting:
             self._start(tick, valid & (self.begin == now))
 
-        # The row of this tick
+        # The row of this tick is stored.
         env = tick.env
         if isinstance(env, dict) and env.keys() != self.infos:
             env = self._with_all_infos(env, valid)
         self.rows.append((tick.state, nested.map(_row, tick.actor), env))
 
-        # The episodes that end with it
+        # The episodes that end with this tick
         self.waiting = bool(fin.any())
         if not self.waiting:
             return []
@@ -99,15 +99,15 @@ class EpisodeBuilder:
         )
 
     def _with_all_infos(self, env, valid):
-        """`env` with the infos of all rows.
+        """`env` with all infos that any row has; changes the stored rows so that they have them.
 
-        A new info is filled in for the earlier rows, which lack it. So is one of the earlier rows
-        in `env`, which gets it from the first row that is completed.
+        An info that `env` or an earlier row lacks is filled in as by `same_keys`.
         """
 
         def completed(row):
+            # The first row that is completed also completes `env`. All earlier rows are taken for
+            # valid, because only the rows of episodes are ever read.
             nonlocal env
-            # Every row of an episode is valid, and no other row is ever read.
             state, actor, before = row
             all_valid = np.ones(len(valid), bool)
             before, env = same_keys([before, env], [all_valid, valid])
@@ -118,7 +118,12 @@ class EpisodeBuilder:
         return env
 
     def _start(self, tick, began):
-        "Note the version and the recurrent states with which the episodes where `began` begin."
+        """Store the version and the recurrent states with which episodes begin.
+
+        Args:
+            tick: the first tick of these episodes
+            began: bool [B]: the environments where an episode begins
+        """
         self.version[began] = tick.version
         if not nested.leaves(tick.hx):
             return
@@ -143,13 +148,13 @@ class EpisodeBuilder:
             fin=np.zeros(len(ended), bool),
         )
 
-        # One call of the actor serves all environments. The actor sees an ordinary next state:
-        # `fin` is False. In the episode it is True.
+        # One call of the actor is enough for all environments. To the actor, this is an ordinary
+        # next state, where `fin` is False. In the row of the episode, `fin` is True.
         hx = nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0]
         act, info = tick.source.react(last, hx)
         last = last._replace(fin=np.ones(len(ended), bool))
 
-        # Everything `[1, K, ...]`, one column for each episode that ended.
+        # The states and reactions `[1, K, ...]` are cut into columns, one for each episode.
         states = nested.torchify(last, 1)
         reactions = states, act, nested.map(torch.clone, info)
         columns = (_column(reactions, k) for k in range(len(ended)))
@@ -163,7 +168,7 @@ class EpisodeBuilder:
         state, actor, env = self.rows.cut(begin, self.rows.end, b)
         n_steps = len(state.rew)
 
-        # The last row: the true last observation, and the reaction to it.
+        # The last row is appended: the true last observation, and the actor's reaction to it.
         state = nested.cat([state, last])
         info = nested.map(lambda x, like: x.to(like.dtype), info, actor)
         acts = nested.getitem(state.act, slice(1, None))
@@ -181,7 +186,7 @@ class EpisodeBuilder:
             self.hx[b],
             term,
             final,
-            torch.ones(n_steps, 1, dtype=torch.bool),
+            valid=torch.ones(n_steps, 1, dtype=torch.bool),
             lane=torch.tensor([tick.lane]),
             seq=torch.tensor([self.seq - 1]),
             version=torch.tensor([self.version[b]]),
@@ -194,9 +199,9 @@ class EpisodeCollector(Pipe):
 
     Row `T` of an episode holds the true last observation (`fin` is True, and `term` too if it
     terminated) and the actor's virtual reaction to it, with the recurrent state of that moment. The
-    one row of `final` holds the same. Row 0 has, as in every fragment, the action and reward that
-    ended the previous episode. `version` is the version of the weights at the first step, `seq`
-    counts the episodes of a lane, and `hx` is the recurrent state at row 0.
+    only row of `final` holds the same. As in every fragment, row 0 has the action and reward of the
+    step before, which ended the previous episode. `version` is the version of the weights at the
+    first step, `seq` counts the episodes of a lane, and `hx` is the recurrent state at row 0.
 
     Episodes come in the order in which they end. Those that end at the same step come in the order
     of environments. An episode is lost only if it has not ended when the stream ends. This order
@@ -205,7 +210,7 @@ class EpisodeCollector(Pipe):
     longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each
     environment beforehand, as `rollpipe.agents.evaluate` does.
 
-    The memory needed is the length of the oldest unfinished episode, times `B`.
+    Memory is needed for the rows of all `B` environments since the oldest unfinished episode began.
 
     Raises `DataError` if `batch < 1`, if an item is not a `Tick`, or if an episode ends without an
     entry in `Tick.final`: an `EnvStepper` keeps the last observations of terminated episodes only
@@ -232,7 +237,7 @@ class EpisodeCollector(Pipe):
         self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
-        # lane -> `EpisodeBuilder`; episodes that wait for their batch
+        # lane -> `EpisodeBuilder`, and the list of episodes that wait for their batch
         state = self.keep(builders={}, ready=[])
         builders = state["builders"]
         ready = state["ready"]
@@ -249,9 +254,11 @@ class EpisodeCollector(Pipe):
         yield from self._batches(ready, least=1)
 
     def _batches(self, ready, least=None):
-        """The items of the episodes in `ready`. Their episodes are removed from it.
+        """The items that can be made of the episodes in `ready`, from which these are removed.
 
-        An item has at least `least` episodes; None: all of a batch.
+        Args:
+            ready: list of episodes
+            least: minimum number of episodes in an item; None: those of a full batch
         """
         least = self.batch if least is None else least
         while len(ready) >= least:
@@ -262,19 +269,20 @@ class EpisodeCollector(Pipe):
 
 # %% ../../nbs/pipes/17_episodes.ipynb #cc8d8a44
 class Trace(NamedTuple):
-    """The steps of an evaluation with `B` environments side by side, from their first one on.
+    """All steps of an evaluation with `B` environments side by side.
 
-    Rewards of valid rows sum to the returns.
+    The rewards of valid rows sum to the returns.
 
-    The row of `actor` after the last valid step of an environment is the virtual reaction to the
-    last observation of its last episode, or zeros if that terminated. So with one episode in each
-    environment, `rew + gamma * v[1:] - v[:-1]` are the TD errors of valid rows.
+    `actor` has one row more than there are steps. The row after the last valid step of an
+    environment is the virtual reaction to the last observation of its last episode, or zeros if
+    that episode terminated. So with one episode in each environment,
+    `rew + gamma * v[1:] - v[:-1]` are the TD errors of valid rows.
 
     Args:
         rew: float32 [T, B]: rewards; 0 where not `valid`
         fin: bool [T, B]: True where an episode ended with the step
         valid: bool [T, B]: False for steps that belong to no episode of the evaluation
-        actor: torch [T+1, B, ...]: what the actor reported, nested
+        actor: torch [T+1, B, ...]: the actor's reports, nested
     """
 
     rew: np.ndarray
@@ -297,6 +305,7 @@ class TraceRows:
         """Add one step.
 
         Args:
+            tick: the tick of the step
             valid: bool [B]: True where the step belongs to an episode of the evaluation
         """
         t = len(self.rows)
@@ -322,13 +331,15 @@ class TraceRows:
         *arrays, act, actor = zip(*self.rows)
         stepno, rew, fin, valid = map(np.stack, arrays)
 
-        # Where the last episode did not end, only the steps before the end of an earlier one count.
-        # A running maximum from the last step backwards tells whether an end comes at or after it.
+        # Where the last episode did not end, only the steps up to the end of an earlier episode
+        # count. A running maximum from the last row backwards says for each step whether an episode
+        # ends with it or later.
         ends_later = np.maximum.accumulate((fin & valid)[::-1])[::-1]
         valid &= ends_later | ~unfinished
 
-        # Row t + 1 of a state belongs to step t. The observations are those of the last row alone,
-        # because nobody reads the others.
+        # Rows `[T+1, B]` of actions and rewards. Row t + 1 has those of step t, and row 0 is a
+        # filler, which is not read. Observations are those of the last row, because no others are
+        # read.
         tick = self.tick
         steps = nested.stack(act), rew
         act, rew_rows = nested.map(lambda x: np.concatenate([x[:1], x]), steps)
@@ -353,22 +364,25 @@ class TraceRows:
         return Trace(np.where(valid, rew, 0), fin, valid, actor)
 
     def _with_last(self, fragment, fin, valid):
-        """The reports `[T+1, B, ...]`; the row after the last step of an environment, if an episode
-        ended there, has the reaction to the last observation, or zeros after a termination.
+        """The actor's reports `[T+1, B, ...]`, see `Trace`.
+
+        If an episode ended with the last valid step of an environment, the row after this step is
+        replaced: by the reaction to the last observation, or by zeros after a termination.
         """
-        # The row after the last valid step: `argmax` counts the rows behind it that are not valid.
+        # The number of the row after the last valid step of each environment. `argmax` counts the
+        # later rows, which are not valid.
         last = len(valid) - valid[::-1].argmax(0)
         ends_with_it = fin[last - 1, np.arange(self.n_envs)]
         is_over = valid.any(0) & ends_with_it
         row, is_over = map(torch.from_numpy, (last, is_over))
         ended = is_over.nonzero()[:, 0]
 
-        # The rows of `final` that are the last end of their environment
+        # The rows of `final` that belong to the last episode of their environment
         t, b, _, reactions = fragment.final
         is_last = (t + 1 == row[b]) & is_over[b]
         rows = row[b[is_last]], b[is_last]
 
-        # Zeros first: they stay where an episode terminated.
+        # First zeros, which remain where an episode terminated, and then the reactions
         def replaced(x, reaction):
             zeroed = x.index_put((row[ended], ended), x.new_zeros(()))
             return zeroed.index_put(rows, reaction[is_last])

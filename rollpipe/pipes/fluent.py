@@ -5,13 +5,12 @@
     pipe = pipe.lanes(2, seed=0).advantage(critic).stack(2)
 
 `pipe.fragments(n_steps=128)` is `FragmentCollector(pipe, n_steps=128)`, and so on: see `NAMES`.
-torchdata keeps one table of such names for the whole process. So the names are registered here and
-nowhere else, and only for those who import this module. It may be imported and reloaded any number
+torchdata keeps one table of such names for the whole process. So the names are registered only in
+this module, and only in programs that import it. The module may be imported and reloaded any number
 of times, in notebooks too.
 """
 
-from .batches import AdvantageBuffer
-from .batches import FragmentStacker, Minibatcher, ToDevice
+from .batches import AdvantageBuffer, FragmentStacker, Minibatcher, ToDevice
 from .episodes import EpisodeCollector
 from .data.errors import GraphError
 from .fragments import FragmentCollector
@@ -51,9 +50,10 @@ NAMES = {
 def register(names: dict[str, type] | None = None) -> None:
     """Make each of `names` a method of all datapipes.
 
-    After a reload, or after a notebook cell has run again, a method makes the new class of the
-    same module and name. Raises `GraphError`, and registers nothing, if a name belongs to another
-    class or to an attribute of all datapipes.
+    A class may be registered again, as happens after a reload or when a notebook cell runs again.
+    Then the method makes pipes of the new class, if its module and name are those of the old one.
+    Raises `GraphError`, and registers nothing, if a name belongs to another class or to an
+    attribute of all datapipes.
 
     Args:
         names: method name -> pipe class; None: `NAMES`
@@ -84,12 +84,13 @@ def _owner(name):
     function = IterDataPipe.functions.get(name)
     if function is None:
         return None
-    # torch registers a pipe class as partial(make, cls, ...). Any other function counts as its own
-    # owner.
+    # torch registers a pipe class as `partial(make, cls, ...)`. A function that something else has
+    # registered stands for its owner.
     return getattr(function, "args", (function,))[0]
 
 
 def _full_name(cls) -> tuple:
+    "Module and name of a class, or of another object as well as possible."
     return getattr(cls, "__module__", "?"), getattr(cls, "__qualname__", repr(cls))
 
 

@@ -40,8 +40,8 @@ def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Fina
     Args:
         ends: list of `End`, in the order of time
         source: `TickSource` that calls the actor
-        state: tensors `[T+1, B, ...]`, to the state after the last step
-        actor: the actor's reports in other rows, which define the structure
+        state: tensors `[T+1, B, ...]`; the last row is the state after the last step
+        actor: the actor's reports at the rows of `state`, which have the structure of reactions
     """
     if not ends:
         return no_ends(state, actor)
@@ -63,7 +63,7 @@ def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Fina
 
 
 def no_ends(state: State, actor: Any) -> Final:
-    "The `Final` of a fragment without ends. The arguments are those of `final_rows`."
+    "The `Final` of a fragment in which no episode ends. The arguments are those of `final_rows`."
     none = torch.empty(
         0,
         dtype=torch.long,
@@ -86,23 +86,26 @@ def with_reactions(
     state: State,
     actor: Any,
 ) -> Final:
-    """`K` ends as a `Final`, with the actor's virtual reactions to the truncated ones.
+    """`K` ends of episodes as a `Final`, with the actor's virtual reactions to the truncated ones.
 
     The actor is called once for all truncated ends. A terminated end needs no reaction and gets
-    zeros. Arguments without an entry are those of `final_rows`.
+    zeros.
 
     Args:
-        t: int64 `[K]`: their steps
+        t: int64 `[K]`: the steps with which the episodes end
         b: int64 `[K]`: their environments
         obs: true last observations, tensors `[K, ...]`
-        hx: recurrent states of those moments `[layers, K, ...]`
-        cut: indices of those that are truncated, a list, a tensor or a slice
+        hx: recurrent states `[layers, K, ...]` before the reactions to these observations
+        cut: which of the ends are truncations: a list of indices, a tensor or a slice
+        source: see `final_rows`
+        state: see `final_rows`
+        actor: see `final_rows`
     """
     reactions = nested.map(lambda x: x.new_zeros(len(t), *x.shape[2:]), actor)
     row = t[cut]
     column = b[cut]
     if len(row):
-        # The state after the last step of each truncated episode, as if the episode went on
+        # The state after the last step of each truncated episode, as if the episode continued
         act, rew = nested.getitem((state.act, state.rew), (row + 1, column))
         seen = State(
             stepno=state.stepno[row, column] + 1,
@@ -137,8 +140,8 @@ class Destination:
         return np.empty(shape, dtype)
 
     def completing(self) -> None:
-        """The collector calls this when it has all steps of a fragment, before it puts the fragment
-        together.
+        """The collector calls this when it has all steps of a fragment, before it makes the
+        `Fragment` of them.
         """
 
 
@@ -164,14 +167,16 @@ def complete(
     numbers: dict,
     **where: Any,
 ) -> Fragment:
-    """Make a fragment of some steps, with the actor's look-ahead, its completed reports, and its
-    reactions to truncated ends.
+    """Make a fragment of some steps.
+
+    The actor reacts to the last row (the look-ahead), completes its reports, and reacts to
+    truncated ends.
 
     Args:
         source: `TickSource` that calls the actor
         state: tensors `[T+1, B, ...]`
         last: last row of `state`, `[B, ...]`
-        hx: recurrent state at the last row
+        hx: the actor's recurrent state before its reaction to the last row
         reports: the actor's reports at each step, `[1, B, ...]`
         final: `final(source, state, actor)` returns the `Final`
         fields: `env`, `hx`, `term` and `valid` of the fragment
@@ -206,13 +211,14 @@ class FragmentBuilder:
     structure or shapes within a fragment.
 
     Args:
-        n_steps: the greatest number of steps in a fragment
+        n_steps: the maximum number of steps in a fragment
         destination: memory for the states
         direct: True: the source may write the states into the fragment (`TickSource.collect_into`)
         **where: context for error messages: pipe
     """
 
-    # Rows for which memory is allocated at first, if nobody knows whether so many ticks will come
+    # Maximum number of rows for which memory is allocated at first. A fragment may be longer, but
+    # the source may also end before so many ticks.
     AT_ONCE = 2**14
     # The states of the fragment in progress, and its first tick
     rows: Rows | None = None
@@ -233,12 +239,12 @@ class FragmentBuilder:
         self.where = where
         self.n = 0  # steps of the fragment in progress
         self.last = None
-        self.seq = 0  # fragments that were taken
-        self.is_asked = False  # does the source write the next fragment at once?
+        self.seq = 0  # number of fragments that were taken
+        self.is_asked = False  # was the source asked to write the next fragment at once?
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
-        # Most ticks share the array of step numbers with the one before, and need no check.
+        # Most ticks share the array of step numbers with the previous tick, and need no check.
         last = self.last
         if last and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno):
             self._check_order(last, tick)
@@ -255,7 +261,7 @@ class FragmentBuilder:
 
     def _add(self, tick, last):
         "Add a tick that stands for one step. `last` is the tick before; None: there was none."
-        # A fragment begins with the state in which the step before has ended.
+        # A fragment begins with the state to which the previous step led.
         rows = self.rows
         if rows is None:
             state, term = (tick.state, False) if last is None else (last.next, last.term)
@@ -269,7 +275,7 @@ class FragmentBuilder:
             self.first = tick
             self.collected = Collected([], [], [], [])
 
-        # What the step brought beside its row
+        # The data of the step that are not in its row
         self.collected.reports.append(tick.actor)
         self.collected.env.append(tick.env)
         self.collected.valid.append(tick.valid)
@@ -280,8 +286,9 @@ class FragmentBuilder:
         rows.put(self.n, tick.next, tick.term)
 
     def ask(self) -> None:
-        """If possible, let the source write the next fragment at once: then the next tick stands
-        for all of it.
+        """If possible, let the source write the next fragment at once.
+
+        Then the next tick stands for the whole fragment.
         """
         last = self.last
         if self.direct and last and last.source is not None:
@@ -294,8 +301,8 @@ class FragmentBuilder:
             self.is_asked = last.source.collect_into(rows)
 
     def get_state(self) -> tuple:
-        """What the next fragment depends on: its number and, if there was a step, the state after
-        the last one.
+        """The data on which the next fragment depends: its number and, if there was a step, the
+        state after the last step.
         """
         last = self.last
         if last is None:
@@ -306,12 +313,12 @@ class FragmentBuilder:
         return self.seq, (*row, term, last.lane)
 
     def set_state(self, state: tuple) -> None:
-        "Go on from what `get_state` returned."
+        "Continue from a state that `get_state` returned."
         self.seq, last = state
         if last is None:
             return
 
-        # A tick that has what the next fragment begins with, and nothing else
+        # A tick with only those fields that the next fragment needs for its beginning
         *row, term, lane = last
         self.last = Tick._make([None] * len(Tick._fields))._replace(
             next=State(*row), term=term, lane=lane
@@ -325,7 +332,7 @@ class FragmentBuilder:
         first = self.first
         rows = self.rows
         n = self.n
-        assert last is not None and rows is not None  # there was a tick
+        assert last is not None and rows is not None  # the caller has added a tick
 
         # Row 0 has the recurrent state of the first tick.
         fields = dict(
@@ -354,18 +361,18 @@ class FragmentBuilder:
         return fragment
 
     def _begin(self, like, state, term, lane):
-        """Begin a fragment. Returns its rows.
+        """Allocate the rows of a new fragment and write row 0. Returns the rows.
 
-        Its row 0 is the last row of the previous fragment, with the changes that pipes above the
+        Row 0 is the last row of the previous fragment, with the changes that pipes above the
         collector made.
 
         Args:
             like: a state, for the structure and the shapes
             state: the state of row 0
-            term: where the step that led to row 0 has terminated an episode
+            term: bool [B], or False: did the step that led to row 0 terminate an episode?
             lane: number of the lane
         """
-        # A source that writes the rows itself needs them all.
+        # A source that writes the rows itself needs all of them from the beginning.
         where = self.where | dict(lane=lane)
         n = self.n_steps + 1
         n_at_once = n if self.direct else min(n, self.AT_ONCE)
@@ -411,8 +418,9 @@ class FragmentCollector(Pipe):
     with its last state and recurrent state.
 
     A collector that reads an `EnvStepper` directly reads single ticks only for its first fragment.
-    The steps of each other fragment are taken at once, in its memory. So when an environment fails
-    a check of its numbers, it may have taken up to `n_steps` further steps.
+    Then the stepper takes all steps of a fragment at once, and writes them into its memory. Their
+    numbers are checked afterwards, so before an error is raised, environments may take up to
+    `n_steps` further steps.
 
     Every fragment has its own memory. If the source ends within a fragment, the last fragment is
     shorter. Raises `DataError` if `n_steps < 1`, if an item is not a `Tick`, or if a fragment would
@@ -440,14 +448,14 @@ class FragmentCollector(Pipe):
         self, items: Iterator, destination: Destination = ORDINARY_MEMORY
     ) -> Iterator[Fragment]:
         self._check_rests()
-        # Nobody stands between the source and this pipe who keeps or changes ticks. So the source
-        # may write whole fragments.
+        # If no pipe between the source and this one can keep or change ticks, the source may write
+        # whole fragments.
         direct = isinstance(self.pipe, Source) and trait(self.pipe, "fusible") and self.fusible
         builder = FragmentBuilder(self.n_steps, destination, direct, pipe=self)
         self.keep(builder=builder)
 
-        # `ask` comes after `yield`, because the reader may change the weights in between. The last
-        # fragment is shorter if the source ends.
+        # `ask` comes after `yield`, because the reader may change the weights at the `yield`. If
+        # the source ends within a fragment, the last one is shorter.
         for tick in items:
             check_item(tick, Tick, self)
             builder.add(tick)
@@ -473,10 +481,9 @@ class FragmentCollector(Pipe):
 def prepare(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> FragmentCollector:
     """Check the arguments and return a plan, which is a small pipeline.
 
-    No environment is made, reset or stepped yet.
-
-    `startup` resets the instances, with seeds derived from `seed`. Instances are never closed, and
-    serve one loop at a time. Raises the errors of `EnvStepper` and `FragmentCollector`.
+    No environment is made, reset or stepped yet. `startup` resets them, with seeds derived from
+    `seed`. Environment instances are never closed, and serve one loop at a time. Raises the errors
+    of `EnvStepper` and `FragmentCollector`.
 
     Args:
         envs: environment instances, or a source for `EnvStepper`: id, factory, a list of them
@@ -493,9 +500,9 @@ class Context:
 
     `startup` makes it, and `collect` advances it.
 
-    `state` is what the actor sees next (`State`, numpy `[B, ...]`). `hx` is the recurrent state
-    before its next reaction, with the environment on dim 1. As a context manager, it closes
-    environments that it made, but not environments that the user lent.
+    `state` is the state to which the actor reacts next (`State`, numpy `[B, ...]`). `hx` is the
+    recurrent state before this reaction, with the environment on dim 1. As a context manager, it
+    closes environments that it made, but not environments that the user lent.
 
     Args:
         plan: result of `prepare`
@@ -536,7 +543,7 @@ class Context:
 def startup(plan: FragmentCollector) -> Context:
     """Reset the environments of a plan from `prepare`, and the actor's recurrent state.
 
-    Each call starts anew.
+    Each call begins with new episodes.
     """
     if not isinstance(plan, FragmentCollector) or not isinstance(plan.pipe, EnvStepper):
         raise DataError(
@@ -550,10 +557,8 @@ def startup(plan: FragmentCollector) -> Context:
 def collect(context: Context) -> Fragment:
     """Collect the next `Fragment` `[T+1, B, ...]`, in its own memory.
 
-    This advances `context` by `T` steps.
-
-    The actor may be updated between two calls. Raises `DataError` if the context was closed, or has
-    failed before.
+    This advances `context` by `T` steps. The actor may be updated between two calls. Raises
+    `DataError` if the context was closed, or has failed before.
     """
     fragment = next(context._fragments, None)
     if fragment is not None:
@@ -568,7 +573,7 @@ def collect(context: Context) -> Fragment:
 def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Fragment]:
     """Yield `Fragment`s of `n_steps` steps without end, in this process.
 
-    Environments that it made are closed at the end.
+    Environments that are made here are closed when the loop ends.
 
     Args:
         envs: as for `prepare`
@@ -584,17 +589,17 @@ def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Frag
 class EnvContext:
     """A batch of environments that have been reset. `context` makes it, and `step` advances it.
 
-    `state` is the current state (`State`, numpy `[B, ...]`). `seen` is the same state for an actor
-    (torch `[1, B, ...]`, with float32 instead of float64, and zeros in `act` and `rew` where
-    `fin`). As a context manager, it closes environments that it made, but not environments that the
-    user lent.
+    `state` is the current state (`State`, numpy `[B, ...]`). `seen` is the same state in the form
+    that an actor sees: torch `[1, B, ...]`, with float32 instead of float64, and with zeros in
+    `act` and `rew` where `fin`. As a context manager, it closes environments that it made, but not
+    environments that the user lent.
 
     Args:
         stepper: `EnvStepper` with the environments; its actor is not used
     """
 
     def __init__(self, stepper: EnvStepper):
-        # The second seed would be for the actor.
+        # As in `EnvStepper.interact`, where the second seed is for the actor
         env_seed, _ = stepper.seed_sequence().spawn(2)
         self.envs = stepper.make_envs(env_seed)
         try:

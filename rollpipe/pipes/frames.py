@@ -21,7 +21,7 @@ from .graph.torchdata import IterDataPipe
 from .keeping.plain import made_of
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
-# A state that has stacks keeps their parts, and makes them again from these.
+# A saved state has the parts of `Stacks`, from which `made_of` makes them again.
 @made_of(lambda x: x.parts)
 class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number
@@ -55,7 +55,7 @@ class Stacks(torch.Tensor):
 
     @property
     def parts(self) -> tuple:
-        "The tensors that it consists of: frames, past and rows."
+        "The tensors of which the stacks consist: frames, past and rows."
         return self.frames, self.past, self.rows
 
     def __reduce_ex__(self, protocol):
@@ -93,13 +93,14 @@ class Stacks(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
 
-        # What can be done on the numbers of the frames is done there; None: it cannot.
+        # Some operations can be applied to the numbers of the frames, and return `Stacks`.
         on_numbers = _LAZY.get(func)
         stacks = None if on_numbers is None else on_numbers(func, *args, **kwargs)
         if stacks is not None:
             return stacks
 
-        if _writes(func, args, kwargs):  # it would change a copy that nobody has
+        # An operation in place would only change the dense copy, which is dropped afterwards.
+        if _writes(func, args, kwargs):
             raise DataError(
                 "stacks of frames cannot be changed in place",
                 got=str(func),
@@ -118,15 +119,23 @@ aten = torch.ops.aten
 
 
 def _from_front(dim, n):
-    """The number of a dimension, counted from the first of the `n` that stacks have.
+    """The number of a dimension, counted from the front if it was counted from the end.
 
-    `rows` has the same first dimensions as the stacks, but not the same last ones.
+    Only this number is the same for `rows`, which has the first dimensions of the stacks, but not
+    the last ones.
+
+    Args:
+        dim: number of the dimension; negative: counted from the end
+        n: number of dimensions of the stacks
     """
     return dim + n if dim < 0 else dim
 
 
 def _index_rows(func, x, *args, **kwargs):
-    "Apply an operation on the leading dimensions to `rows` only. None for other dimensions."
+    """Apply an operation that selects or adds along a dimension to `rows` only.
+
+    None if it is not one of the leading dimensions.
+    """
     lead = x.rows.ndim - 1
     if func is aten.index.Tensor:
         # A mask takes as many dimensions as it has, every other index one.
@@ -158,7 +167,7 @@ def _each_part(func, x, *args, dtype=None, **kwargs):
 
 
 def _record(func, x, stream):
-    "The memory of each part is in use in a CUDA stream."
+    "Tell torch's allocator that the memory of each part is in use in a CUDA stream."
     for part in x.parts:
         func(part, stream)
     return x
@@ -176,8 +185,9 @@ def _join_parts(func, parts, dim=0):
     if not 0 <= dim < all_rows[0].ndim - 1:
         return None
 
-    # Negative numbers count from the end of all pasts, so they move by the pasts behind their own.
-    # The others count from the start of all frames, so they move by the frames in front.
+    # Negative numbers count from the end of the joined pasts, so they are shifted by the lengths of
+    # the later pasts. The others count from the start of the joined frames, so they are shifted by
+    # the numbers of frames in earlier stacks.
     n_in_front = 0
     n_behind = sum(map(len, pasts))
     moved_rows = []
@@ -202,7 +212,7 @@ def _writes(func, args, kwargs):
     return any(isinstance(x, Stacks) for x in nested.leaves(changed))
 
 
-# Operation -> function that applies it to the numbers of the frames, and returns None if this is
+# Operation -> function that applies it without putting frames together, and returns None if this is
 # impossible. Then, and for all other operations, the stacks become an ordinary tensor.
 _LAZY = {
     aten.slice.Tensor: _index_rows,
@@ -245,7 +255,7 @@ def _frame_numbers(fragment, n):
     """
     stepno = fragment.state.stepno
     n_envs = fragment.n_envs
-    # how many rows each element of a stack is older than the newest one
+    # Age of each element of a stack: the number of rows by which it is older than the newest
     age = torch.arange(n - 1, -1, -1, device=stepno.device)
 
     def numbers(t, b, stepno):
@@ -256,8 +266,9 @@ def _frame_numbers(fragment, n):
     sizes = [torch.arange(size, device=stepno.device) for size in stepno.shape]
     every_t, every_b = torch.meshgrid(*sizes, indexing="ij")
 
-    # The true last observation replaces row t + 1. The number of its newest frame may be too large,
-    # but this frame is replaced later anyway.
+    # A true last observation takes the place of row t + 1. It is no frame of the fragment, so the
+    # number of its newest frame does not matter: callers replace this frame. The number is only
+    # kept within range.
     t = fragment.final.t
     b = fragment.final.b
     largest = (fragment.n_steps + 1) * n_envs - 1
@@ -291,7 +302,7 @@ class FrameStack(Pipe):
         self.n = check_integer("n", n, pipe=self)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
+        # lane -> (`seq` of its last fragment, the last frames `[n - 1, B, ...]` of each image leaf)
         lanes = self.keep(lanes={})["lanes"]
         for fragment in items:
             check_item(fragment, Fragment, self)
@@ -310,7 +321,7 @@ class FrameStack(Pipe):
             flat = frames[i].flatten(0, 1)
             end = finals[i]
             frames[i] = Stacks(flat, past.flatten(0, 1), rows)
-            # A true last observation is no frame of the fragment, and ends its own stack.
+            # The newest frame of a true last observation is this observation itself.
             finals[i] = Stacks(flat, past.flatten(0, 1), end_rows).dense()
             finals[i][:, -1] = end
 
@@ -347,8 +358,8 @@ class FrameStack(Pipe):
                 for past, x in zip(pasts, last_frames):
                     past[:, columns] = x
 
-            # The last frames before row T, which is row 0 of the next fragment. Some of them may
-            # come from before this fragment.
+            # The last frames before row T, which is row 0 of the next fragment. In a short
+            # fragment, some of them come from earlier fragments.
             newest = []
             for past, x in zip(pasts, images):
                 last_rows = x[:-1, columns][-self.n :]
@@ -359,15 +370,14 @@ class FrameStack(Pipe):
 
 # %% ../../nbs/pipes/22_frames.ipynb #e2295292
 def newest_frames(fragment: Fragment, n: int) -> Fragment:
-    """The fragment with the newest image of each stack in the observations, leaves
-    `[T+1, B, height, width, ...]`.
+    """The fragment with only the newest image of each stack in the observations.
 
-    Raises `DataError` if no leaf `[T+1, B, n, height, width, ...]` holds stacks as
-    `gymnasium.wrappers.FrameStackObservation` makes them, or another one holds images that are no
-    such stacks, or the actor has a memory.
+    Stacks are leaves `[T+1, B, n, height, width, ...]`, such as those of
+    `gymnasium.wrappers.FrameStackObservation`. They become `[T+1, B, height, width, ...]`. Raises
+    `DataError` if there are no images, if an image is no such stack, or if the actor has a memory.
 
     Args:
-        fragment: observations with stacks
+        fragment: [T, B], with stacks in its observations
         n: images in a stack
     """
     if nested.leaves(fragment.hx):
@@ -394,16 +404,24 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
 
 
 def _are_stacks(fragment, x, last):
-    """Does each stack of `x` hold the frames of the one before, or, where an episode begins, copies
-    of one frame? So must those of the true last observations, `last`.
+    """Are these leaves stacks of successive frames?
+
+    Each stack must have the frames of the previous stack and a new one. Where an episode begins, it
+    must have copies of one frame.
+
+    Args:
+        fragment: the fragment with these leaves
+        x: leaf of the observations, [T+1, B, n, ...]
+        last: leaf of the true last observations, [K, n, ...]
     """
-    # A true last observation has the frames of the stack before it, but for the oldest one.
+    # A true last observation has all frames of the previous stack except its oldest.
     t = fragment.final.t
     b = fragment.final.b
     if not torch.equal(last[:, :-1], x[t, b, 1:]):
         return False
 
-    # Which rows have copies of one frame, and which steps lead to the same stack with a new frame
+    # `copies`: which rows have copies of one frame. `follows`: which steps lead to the same stack
+    # with a new frame, or are no steps.
     begins = fragment.state.stepno == 0
     copies = (x == x[:, :, -1:]).flatten(2).all(-1)
     frames_before = x[:-1, :, 1:]
@@ -411,8 +429,9 @@ def _are_stacks(fragment, x, last):
     is_shifted = (older_frames == frames_before).flatten(2).all(-1)
     follows = is_shifted | ~fragment.valid
 
-    # Where an episode has ended, `stepno` is 0, but the row may still show the last stack of this
-    # episode: before a step that is none, such as the reset of a vector, and in the last row.
+    # Where an episode has ended, `stepno` is 0, but the row may still show the last stack of the
+    # ended episode: if the next row comes from no step, such as the reset of a vector, and in the
+    # last row.
     one_row = torch.ones_like(fragment.valid[:1])
     follows_row_before = torch.cat([one_row, follows])
     is_before_no_step = torch.cat([~fragment.valid, one_row])
@@ -423,11 +442,12 @@ def _are_stacks(fragment, x, last):
 
 
 def with_stacks(fragment: Fragment, n: int) -> Fragment:
-    """The fragment without its first `n - 1` steps, with the stacks of which `newest_frames` has
-    left the newest images.
+    """The fragment without its first `n - 1` steps, with stacks of images again.
+
+    This is the reverse of `newest_frames`.
 
     Args:
-        fragment: [T + n - 1, B], without recurrent state
+        fragment: [T + n - 1, B], with single images and without recurrent state
         n: images in a stack
     """
     leaves, structure = nested.flatten(fragment.state.obs)
@@ -435,8 +455,8 @@ def with_stacks(fragment: Fragment, n: int) -> Fragment:
     n_cut = n - 1
     rows, end_rows = _frame_numbers(fragment, n)
 
-    # Images become stacks, and other leaves lose their first rows. `remains` says which of the true
-    # last observations belong to the steps that remain.
+    # `remains`: which of the true last observations belong to the steps that remain. Images become
+    # stacks, and all leaves lose their first rows.
     remains = fragment.final.t >= n_cut
     for i, x in enumerate(leaves):
         end = finals[i][remains]

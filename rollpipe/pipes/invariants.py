@@ -73,15 +73,17 @@ def check_continued(
     fragment: Fragment,
     before: dict | None = None,
 ) -> dict:
-    """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment, where
-    that is known.
+    """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment.
 
-    Returns the argument `before` for the next fragment: lane -> (seq, copy of the last rows). Whole
-    episodes do not continue a fragment.
+    A strand is not checked if `before` lacks the previous fragment of its lane. Whole episodes are
+    not checked, because an episode does not continue the previous one.
 
     Args:
         fragment: of one lane, or joined from several
-        before: result of this function for the previous fragment
+        before: result of this function for the previous fragment; None: unknown
+
+    Returns:
+        dict: lane -> (seq, copy of the last rows): `before` for the next fragment
     """
     known = dict(before or {})
     for lane, seq, at in strands(fragment):
@@ -92,8 +94,8 @@ def check_continued(
         if seq_before is None or seq_before + 1 != seq:
             continue
 
-        # Where an episode was still under way, or the next one had begun, row 0 repeats the last
-        # row.
+        # Row 0 repeats the last row if an episode was under way there, or if the next one had
+        # begun. It does not after an environment at rest, or after a whole episode.
         state, term, valid = last_before
         if len(term) != len(first[1]):
             continue
@@ -131,8 +133,8 @@ def check_ratio(
     actor: Any,
     tolerance: float = 1e-3,
 ) -> None:
-    """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities:
-    ratio 1 within `tolerance`.
+    """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities,
+    so that each likelihood ratio is 1 within `tolerance`.
 
     Nothing is checked if the actor has no `replay`, or if the fragment was not collected with the
     current weights.
@@ -140,7 +142,7 @@ def check_ratio(
     Args:
         fragment: with the recorded `logp`
         actor: the actor that collected it
-        tolerance: greatest deviation of a ratio from 1
+        tolerance: maximum deviation of a ratio from 1
     """
     reports = fragment.actor if isinstance(fragment.actor, dict) else {}
     if not hasattr(actor, "replay") or "logp" not in reports:
@@ -170,7 +172,7 @@ def check_advantages(
             reported
         gamma: discount
         lam: exponential weight of GAE
-        tolerance: greatest error, relative to 1 + the correct value
+        tolerance: maximum error, relative to 1 + the absolute correct value
     """
     if fragment.adv is None:
         return
@@ -184,7 +186,8 @@ def check_advantages(
             return array(actor["value"])
         return array(_evaluate(critic, nested.as_seen(obs), actor))
 
-    # Values of all rows, and of the true last observations instead of the rows behind them
+    # The values of all rows, and of the next states. After the last step of an episode, the next
+    # state is the true last observation, and not the next row.
     with EvalMode(critic):
         v = value(fragment.state.obs, fragment.actor)
         v_next = v[1:].copy()
@@ -193,7 +196,7 @@ def check_advantages(
                 final.obs, final.actor
             )
 
-    # The estimates in float64, from the last row to the first: the formula as it is written
+    # The estimates in float64, from the last row to the first, exactly by the formula
     rew = array(fragment.state.rew[1:])
     goes_on = array(~is_cut(fragment))
     has_value = array(~fragment.term[1:])
@@ -231,7 +234,8 @@ class CheckInvariants(Pipe):
         critic: the critic that estimated their values
         gamma: discount of the advantages
         lam: their exponential weight
-        tolerance: greatest deviation of a likelihood ratio from 1; relative error of an advantage
+        tolerance: maximum deviation of a likelihood ratio from 1, and maximum relative error of an
+            advantage
     """
 
     reads = 1
@@ -257,8 +261,8 @@ class CheckInvariants(Pipe):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         actor, advantage = self._lookup()
-        # lanes of an item -> number of such items so far, and their last rows if the next item is
-        # due
+        # (first lane, last lane) of an item -> number of items with these lanes so far, and the
+        # last rows of the newest, if the next of these items will be checked
         known = self.keep(known={})["known"]
         for fragment in items:
             check_item(fragment, Fragment, self)
@@ -273,21 +277,26 @@ class CheckInvariants(Pipe):
             yield fragment
 
     def _is_due(self, n):
-        def n_checked(n):
-            "How many of the first `n` items are checked."
-            return int((n - 1) * self.rate)
+        "Is the item checked that comes after `n` items?"
 
-        is_next = n_checked(n + 1) > n_checked(n)
+        def n_checked(n_others):
+            "How many of the first items are checked, not counting the very first."
+            return int(n_others * self.rate)
+
+        is_next = n_checked(n) > n_checked(n - 1)
         return self.rate > 0 and (n == 0 or is_next)
 
     def _lookup(self):
-        "The actor, and the arguments of `check_advantages`, or None where they are not known."
+        """The actor, and the arguments `(critic, gamma, lam)` of `check_advantages`.
+
+        None in place of either that is unknown.
+        """
         actor = self.actor
         steppers = find(self.pipe, Acting)
         if actor is None and len(steppers) == 1:
             actor = steppers[0].actor
 
-        # What was not given is that of the buffer, if there is one.
+        # Arguments that were not given are those of the `AdvantageBuffer`, if there is one.
         buffers = find(self.pipe, AdvantageBuffer)
         buffer = buffers[0] if len(buffers) == 1 else self
         critic = buffer.critic if self.critic is None else self.critic

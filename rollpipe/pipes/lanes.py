@@ -50,9 +50,11 @@ _MACHINES = 2  # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
 class Divided:
     "Mixin of `Lanes`: the loaders of torch and torchdata divide the lanes among their processes."
 
-    # `(priority, processes, process)`: first the division among machines, then among workers
+    # `(priority, number of processes, number of this process)`: first the division among machines,
+    # then the one among workers
     divisions: tuple = ()
-    pipe: Any  # `n` and `pipe` are those of `Lanes`
+    # attributes of `Lanes`
+    pipe: Any
     n: int
 
     def is_shardable(self) -> bool:
@@ -67,10 +69,10 @@ class Divided:
         neighbours.
 
         Args:
-            num_of_instances: processes
+            num_of_instances: number of processes
             instance_id: number of this process
-            sharding_group: a `SHARDING_PRIORITIES` of torch; a division among workers applies to
-                the lanes of their machine
+            sharding_group: a `SHARDING_PRIORITIES` of torch; None: a division among workers, which
+                divide the lanes of their machine
         """
         self.divide(num_of_instances, instance_id, getattr(sharding_group, "value", 0))
 
@@ -80,19 +82,20 @@ class Divided:
         k: int,
         priority: int = _MACHINES,
     ) -> None:
-        """Keep the lanes of machine `k` of `n`. With another `priority`, keep those of process `k`
-        of `n`.
+        """Keep the lanes of machine `k` of `n`, or those of worker `k` of `n` on this machine.
 
         Args:
-            n: number of machines or processes
-            k: number of this one
-            priority: the value of a `SHARDING_PRIORITIES` of torch
+            n: number of machines or workers
+            k: number of this one, from 0
+            priority: the value of a `SHARDING_PRIORITIES` of torch: `_MACHINES`, or another one for
+                workers
         """
         # A second division with the same priority replaces the first.
         others = [division for division in self.divisions if division[0] != priority]
         self.divisions = tuple(sorted([*others, (priority, n, k)]))
         for pipe in nodes(self.pipe):
-            pipe.apply_sharding = None  # `Lanes` alone divide, not the pipes above
+            # Loaders must divide the lanes alone, not the items of pipes above.
+            pipe.apply_sharding = None
 
     def held_above(self) -> list:
         "The networks, actors and callables that the pipes above hold by reference."
@@ -117,10 +120,10 @@ class Divided:
         return all(priority == _MACHINES for priority, *_ in self.divisions)
 
     def warn_of_old_weights(self) -> None:
-        """In the first worker of a loader of torch or torchdata, warn if networks collect, because
-        the worker gets no new weights.
+        """Warn if lanes with networks run in a worker of a loader of torch or torchdata, because
+        the worker gets no new weights. Only the first worker warns.
         """
-        # The workers of these loaders are daemons. Their division among workers is the last one.
+        # The workers of these loaders are daemons, and the division among workers is the last.
         if not self.divisions or not multiprocessing.current_process().daemon:
             return
         _, _, worker = self.divisions[-1]
@@ -137,8 +140,7 @@ class Divided:
 
 # %% ../../nbs/pipes/14_lanes.ipynb #8de27399
 def opened_into(pipe: IterDataPipe, destination: Destination) -> Iterator:
-    """An iterator of `pipe`, whose fragments are in the memory of `destination` if the pipe can
-    make them there.
+    """An iterator of `pipe`. If the pipe can, it makes its fragments in memory of `destination`.
 
     Args:
         pipe: the last pipe of a lane
@@ -154,7 +156,7 @@ def lane_state(graph: IterDataPipe, states: GlobalRandomStates) -> dict:
 
 # %% ../../nbs/pipes/14_lanes.ipynb #558ede5f
 def _is_seeded_by_torch(pipe):
-    "Is it a random pipe of torch? Such pipes have `set_seed`, but no `set_lane`."
+    "Is `pipe` a random pipe of torch? Such pipes have `set_seed`, but no `set_lane`."
     return not hasattr(pipe, "set_lane") and callable(getattr(pipe, "set_seed", None))
 
 
@@ -163,17 +165,19 @@ class Lanes(Divided, Seeded, Pipe):
 
     `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the
     number of the lane and a seed for this pipe. That seed is derived from `seed`, or from the
-    pipe's own seed if `Lanes` has none. Pipes of torch get theirs by `set_seed`; those that lack
-    it, such as `SampleMultiplexer`, draw the same in all lanes. When a lane ends, the others
-    continue. Raises `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both
-    `Lanes` and a pipe above have a seed, `EnvError` if several lanes would share an instance of an
-    environment, and `ActorError` if a parameter or buffer of an actor changes while a lane collects
-    (see `Unchanging`).
+    pipe's own seed if `Lanes` has none. Pipes of torch get their seeds by `set_seed`. Random pipes
+    of torch that lack this method, such as `SampleMultiplexer`, draw the same in all lanes. When a
+    lane ends, the others continue.
 
     The workers of torch's `DataLoader` and of torchdata's `MultiProcessingReadingService` divide
-    the lanes among them, but get no new weights. The workers of `ProcessReading` do. torchdata
-    seeds each of its workers differently, so `Lanes` needs a `seed` there to yield the serial
-    stream.
+    the lanes among them, but get no new weights. The workers of `ProcessReading` get them.
+    torchdata seeds each of its workers differently. So with torchdata, `Lanes` needs a `seed` to
+    yield the same stream as in one process.
+
+    Raises `DataError` if `n < 1`; `GraphError` if there are `Lanes` above, or if both `Lanes` and a
+    pipe above have a seed; `EnvError` if several lanes would share an instance of an environment;
+    and `ActorError` if a parameter or buffer of an actor changes while a lane collects (see
+    `Unchanging`).
 
     Args:
         pipe: the graph to copy
@@ -184,8 +188,8 @@ class Lanes(Divided, Seeded, Pipe):
 
     fusible = copies_above = True
     state_name = "Lanes"
-    # what the present iteration has: `root`, `turn`, `n`, `pending`, and `lanes`, number -> (graph,
-    # stream, states)
+    # the parts of the present iteration: `root`, `turn`, `n` and `pending`, see `beginning`, and
+    # `lanes`, number -> (graph, stream, states); None: there is no iteration
     running: Any = None
 
     def __init__(
@@ -198,7 +202,7 @@ class Lanes(Divided, Seeded, Pipe):
         self.n = check_integer("n", n, pipe=self)
         self.seed = seed
         if seed is not None:
-            self.seed_sequence()  # raises `DataError` for what is no seed
+            self.seed_sequence()  # raises `DataError` if `seed` is no seed
         check_memory(f"n={n:,}", n * LEAST_BYTES, pipe=self)
 
     def root(self) -> int:
@@ -227,11 +231,11 @@ class Lanes(Divided, Seeded, Pipe):
         Args:
             lane: number of the lane
             root: from `root`
-            again: number of times that this lane was lost and began anew, each time with other
-                random numbers
+            again: number of times that this lane was lost with its worker and restarted, each time
+                with other random numbers
         """
-        # `spawn` appends the number of each pipe to this key: `(lane, 0)`, `(lane, 1)` and so on,
-        # and no graph has 2**16 pipes. So a lane that began anew gets seeds of its own.
+        # `spawn` appends the number of each pipe to the key: `(lane, 0)`, `(lane, 1)` and so on. No
+        # graph has 2**16 pipes, so a restarted lane gets seeds that no pipe has had before.
         key = (lane, 2**16 + again) if again else (lane,)
         copy = copy_graph(self.pipe)
         with_lane = find(copy, lambda pipe: hasattr(pipe, "set_lane"))
@@ -270,13 +274,13 @@ class Lanes(Divided, Seeded, Pipe):
         """
         seeded_pipes = find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
         entropy = seeded_pipes[0].seed if seeded_pipes else root
-        key = lane, 2**17 + again  # apart from those in `copy`
+        key = lane, 2**17 + again  # differs from all keys in `copy`
         return GlobalRandomStates(np.random.SeedSequence(entropy, spawn_key=key))
 
     def beginning(self) -> dict:
-        """The state with which an iteration begins.
+        """The state with which an iteration begins: that of `set_state`, or a new one.
 
-        Raises `CheckpointError` if it was restored and has other lanes.
+        Raises `CheckpointError` if a restored state has other lanes.
 
         Returns:
             dict: `root`; the lanes in `turn`; `n`, the items so far; `lanes`, number -> state, or
@@ -305,7 +309,7 @@ class Lanes(Divided, Seeded, Pipe):
         return state
 
     def get_state(self, chunks: Any = None) -> dict | None:
-        "See `beginning`; None if no item was asked for."
+        "The present state, as `beginning` describes it; None if no iteration has begun."
         if self.running is None:
             return self.restored
         now = self.running
@@ -323,7 +327,7 @@ class Lanes(Divided, Seeded, Pipe):
         state: dict,
         again: int = 0,
     ) -> tuple:
-        """The copy of the graph above for one lane, and its states of the global generators.
+        """The copy of the graph above for one lane, and the lane's states of the global generators.
 
         Args:
             lane: number of the lane
@@ -344,7 +348,7 @@ class Lanes(Divided, Seeded, Pipe):
         """
         return self._run(destination=destination)
 
-    # Lanes have no options.
+    # Unlike `Pipe._items`, this neither opens an input nor calls `stream`.
     def _items(self, destination=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         state = self.beginning()
         self.warn_of_old_weights()
@@ -357,8 +361,8 @@ class Lanes(Divided, Seeded, Pipe):
             lanes[lane] = graph, items, states
         unchanging = Unchanging(self.held_above(), logging.getLogger("rollpipe").warning)
 
-        # An object, because an edit of a graph looks for pipes in dicts and lists, and the graphs
-        # of the lanes are no inputs of this pipe.
+        # This is an object and no dict, because edits look for inputs of a pipe in its dicts and
+        # lists, and the graphs of the lanes are no inputs.
         now = SimpleNamespace(
             root=state["root"],
             turn=deque(state["turn"]),
@@ -410,8 +414,8 @@ def learning_pipes(pipe: IterDataPipe) -> dict:
     Returns:
         dict: name -> pipe, sources first
     """
-    learns = {}
+    learning = {}
     for name, p in named_pipes(pipe).items():
         if hasattr(p, "state_dict") and hasattr(p, "load_state_dict"):
-            learns[name] = p
-    return learns
+            learning[name] = p
+    return learning

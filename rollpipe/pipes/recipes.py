@@ -53,12 +53,12 @@ def rollouts(
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs`
     environments.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`.
-    `GraphError`: an edit returns no pipe.
+    The pipes are `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits`
+    and `optimize`. Raises `GraphError` if an edit returns no pipe.
 
-    For a `TensorEnv`, a `TensorCollector` replaces the first two, and batches are on the device of
-    the environments. Then the options `env_kwargs`, `vector`, `sticky`, `episode_seeds` and
-    `device`, and the engine 'onnxruntime', raise `DataError`.
+    For a `TensorEnv`, a `TensorCollector` replaces the first two pipes, and batches are on the
+    device of the environments. Then the options `env_kwargs`, `vector`, `sticky`, `episode_seeds`
+    and `device`, and the engine 'onnxruntime', raise `DataError`.
 
     Args:
         env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a
@@ -86,6 +86,7 @@ def rollouts(
         edits: functions `pipe -> pipe`, applied in order, such as
             `SomePipe.inserter(after=FragmentCollector)`
     """
+    # The source and collector. `only` has the options that a `TensorEnv` does not take.
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
     only = dict(
         env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device
@@ -106,6 +107,7 @@ def rollouts(
         pipe = FragmentCollector(
             EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps
         )
+
     # Lanes, joined in a batch, with the user's edits
     pipe = FragmentStacker(Lanes(pipe, lanes, seed), lanes)
     for edit in _listed(edits):
@@ -121,9 +123,9 @@ def rollouts(
 
 
 def _of_tensors(env, actor, n_steps, n_envs, options, only):
-    """The source for a `TensorEnv`.
+    """The collector for a `TensorEnv`, with `options`.
 
-    It takes the `options`, and refuses options that are `only` for other environments.
+    Raises `DataError` if one of the options `only`, which are for other environments, is not None.
     """
     for name, x in only.items():
         if x is None:
@@ -152,14 +154,14 @@ def _listed(edits):
 def _seeded(pipe, seed):
     """Give each random pipe between `Lanes` and the end a seed of its own, derived from `seed`.
 
-    `Lanes` seeds itself and its sources.
+    `Lanes` has its seed already, and seeds the pipes above.
     """
     if seed is None:
         return pipe
     seeded_by_lanes = {id(x) for lanes in find(pipe, Lanes) for x in nodes(lanes)}
 
     def attribute(x):
-        # torch's pipes have a `_seed`, for their next iteration alone.
+        # torch's pipes have a `_seed` instead. It counts for their next iteration only.
         return "seed" if hasattr(x, "seed") else "_seed"
 
     def needs_seed(x):
@@ -167,7 +169,7 @@ def _seeded(pipe, seed):
             return False
         return getattr(x, attribute(x), None) is None
 
-    # No lane has this key, so these seeds are none of a lane.
+    # No lane has this number, so these seeds differ from those of all lanes.
     random_pipes = find(pipe, needs_seed)
     seeds = np.random.SeedSequence(seed, spawn_key=(2**16,)).spawn(len(random_pipes))
     for x, child in zip(random_pipes, seeds):
@@ -180,8 +182,10 @@ def check_reward_scale(
     words: tuple,
     actor: Any = None,
 ) -> None:
-    """Raise `DataError` unless `scale` is a number above 0, None or one of `words`, and for another
-    one than 1 if the actor sees rewards.
+    """Raise `DataError` for a wrong `reward_scale`.
+
+    It must be a number above 0, None or one of `words`. If the actor sees its past rewards, it must
+    be 1 or None.
 
     Args:
         scale: the option `reward_scale` of a recipe
@@ -217,9 +221,10 @@ def _scaler(scale, gamma, actor):
 
 
 def _known(recipe, options):
-    """These options, if `rollouts` has all of them.
+    """`options`, after a check that the recipe takes all of them.
 
-    Otherwise the `TypeError` names the recipe that was called, and what it takes.
+    Otherwise the `TypeError` would come from `rollouts`. Raised here, it names the function that
+    the user called, and its parameters.
     """
     known = signature_of(recipe).parameters
     for name in options:
@@ -314,7 +319,7 @@ def replayed(
         n_envs: environments stepped together in a lane; None: all instances, or all of a vector or
             pipe
         n_steps: steps of each environment in a fragment
-        capacity: greatest number of steps in the memory
+        capacity: maximum number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each batch of new steps
         samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for
@@ -345,7 +350,8 @@ def replayed(
             expected="a number or 'sign', without n_sampled_goal",
             got=repr(reward_scale),
         )
-    # The memory, and what comes before and behind it
+
+    # The memory, and the pipes before and after it
     replay = partial(
         Replay,
         capacity=capacity,

@@ -38,20 +38,19 @@ from .keeping.random_states import GlobalRandomStates
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7
 def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
-    """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe` and the `holders` have weights.
-
-    Without training this is allowed.
+    """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe` in its thread, while training may
+    change the weights of the `holders`.
 
     Args:
         pipe: pipe that begins to iterate
         holders: actors that the pipe calls
     """
-    # A worker process of torchdata, which is a daemon, never gets new weights.
+    # A daemon is a worker process of torchdata, which never gets new weights.
     has_fixed_weights = multiprocessing.current_process().daemon
     if has_fixed_weights or not reads_ahead():
         return
 
-    # Without weights nothing can be outdated.
+    # Without weights, nothing can change.
     modules = chain.from_iterable(map(modules_in, holders))
     n_weights = sum(len(list(module.parameters())) for module in modules)
     if n_weights == 0:
@@ -74,11 +73,11 @@ class EnvStepper(Acting, Seeded, Source):
     environment. A factory may return a gymnasium `VectorEnv` or a synchronous EnvPool, whose
     environments are then the batch.
 
-    The user lends instances, which are held by reference and never closed. Each iteration resets
-    them, with its own seeds. They cannot be copied, so several lanes or other processes raise
-    `EnvError`. An environment serves one iteration at a time, also if a factory returns it again:
-    the older iteration gets an `EnvError` at its next step. A pipe of environments is read first,
-    and closed at the end.
+    Environment instances are lent: they are held by reference and never closed. Each iteration
+    resets them, with its own seeds. They cannot be copied, so several lanes or other processes
+    raise `EnvError`. An environment serves one iteration at a time. If a newer iteration takes it,
+    also because a factory returns the same object again, the older one gets an `EnvError` at its
+    next step. A pipe of environments is read before the first step, and closed at the end.
 
     An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's
     `RecordEpisodeStatistics` at the end of the first episode. The mask `'_' + key` says which
@@ -121,7 +120,9 @@ class EnvStepper(Acting, Seeded, Source):
 
     keeps_items = False
     fusible = True
-    reads_last_obs = True  # False: nobody does, so vectors that lose them are not refused
+    # Does anybody read the last observations of episodes? If not, vectors that lose them are
+    # accepted.
+    reads_last_obs = True
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class EnvStepper(Acting, Seeded, Source):
         self.engine = check_engine(engine, pipe=self)
 
     def _set_source(self, source, n_envs, vector, env_kwargs):
-        # Without factories, the environments come from a pipe.
+        "Set the factories of the environments. Without factories, they come from a pipe."
         self.factories = []
         self.n_envs = n_envs
         self.env_kwargs = env_kwargs
@@ -184,8 +185,9 @@ class EnvStepper(Acting, Seeded, Source):
         else:
             self.pipe = source
 
-        # Factories know their number, and a pipe may yield any. An error names the class of this
-        # pipe, because its text needs an actor, which is set later.
+        # Factories know how many environments they make. A pipe does not, so a given number is
+        # checked. The error names the class, because the `repr` of this pipe needs an actor, which
+        # is set later.
         if self.factories:
             self.n_envs = sum(factory.n_envs for factory in self.factories)
         elif n_envs is not None:
@@ -196,7 +198,7 @@ class EnvStepper(Acting, Seeded, Source):
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         "See `Acting`."
-        # Instances may be in the attributes of pipes.
+        # Instances may be among the factories, or in attributes of the pipes of environments.
         holders = list(self.factories)
         if not self.factories:
             for pipe in nodes(self.pipe):
@@ -247,7 +249,8 @@ class EnvStepper(Acting, Seeded, Source):
             **where,
         )
 
-        # A vector that gives out copies of its observations cannot write over the last ones.
+        # Some vectors overwrite the last observations of an episode. Those that return copies of
+        # their observations cannot do so, and need no check.
         is_copying = getattr(factories[0], "vector", None) in ("sync", "async")
         if isinstance(envs, VectorBatch) and self.reads_last_obs and not is_copying:
             try:
@@ -256,7 +259,8 @@ class EnvStepper(Acting, Seeded, Source):
                 envs.close()
                 raise
 
-        # Which last observations the batch returns, and whether its rows are in page-locked memory
+        # Does the batch return the last observations of terminated episodes, too? Are its rows in
+        # page-locked memory?
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == "cuda"
         return envs
@@ -267,7 +271,7 @@ class EnvStepper(Acting, Seeded, Source):
         """
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
-        # Again, because an edit may have changed it
+        # The engine is checked again, because an edit may have changed it.
         check_engine(self.engine, pipe=self)
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
@@ -283,8 +287,8 @@ class EnvStepper(Acting, Seeded, Source):
         )
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
-        # To make environments may draw from the global generators. A stream that is resumed has
-        # their states already, so here they are put back.
+        # Making environments may draw from the global generators. In a resumed stream, these have
+        # the states of the interrupted one already. So their states are put back after the block.
         with nullcontext() if self.restored is None else GlobalRandomStates():
             interaction = self.interact(items)
         try:

@@ -128,8 +128,9 @@ class Step(NamedTuple):
 
         return nested.map(move, self)
 
-    @staticmethod  # a batch: the `Step` with leaves `[n, ...]` of `n` steps
+    @staticmethod
     def stack(steps: list) -> "Step":
+        "A batch of `n` steps: a `Step` with leaves `[n, ...]`."
         return nested.stack(steps)
 
     @staticmethod
@@ -138,18 +139,19 @@ class Step(NamedTuple):
 
         Args:
             seed: determines the content
-            env: environment whose spaces the step has, or anything that `spaces_of` takes; None: 4
-                numbers, 2 actions
-            **fields: given values of fields
+            env: environment whose spaces the step has, or any other argument of `spaces_of`; None:
+                observations of 4 numbers and 2 discrete actions
+            **fields: values for some fields, which are not random then
         """
-        spaces = (
-            (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2))
-            if env is None
-            else spaces_of(env)
-        )
-        return Step(
-            **{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields}
-        )
+        if env is None:
+            spaces = gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2)
+        else:
+            spaces = spaces_of(env)
+
+        # The spaces are copied, because sampling seeds them.
+        obs_space, act_space = map(deepcopy, spaces)
+        rng = np.random.default_rng(seed)
+        return Step(**_random_fields(rng, obs_space, act_space) | fields)
 
 # %% ../../nbs/pipes/23_steps.ipynb #f3621c36
 default_collate_fn_map[Step] = lambda steps, *, collate_fn_map=None: Step.stack(steps)
@@ -160,6 +162,7 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
     episode, int64 `[T, B]`.
 
     Args:
+        fragment: [T, B], of one lane
         sums: sums of the lane up to this fragment, which are updated
     """
     steps = fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid
@@ -176,8 +179,12 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
-    """A list of the `n` single steps of a container `[T, B, ...]`, in the order of time, or only of
-    those with the indices `keep`.
+    """A list of the single steps in a container `[T, B, ...]`, in the order of time.
+
+    Args:
+        tree: the container
+        n: number of steps in the list
+        keep: indices of these steps among all `T * B`; None: all steps
     """
     leaves, structure = nested.flatten(tree)
     if not leaves:
@@ -217,8 +224,8 @@ class Steps(Pipe):
         self.image = image
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
-        # The fragment in progress, `n` of whose steps were yielded, and lane -> (number of its next
-        # fragment, `EpisodeSums`), as they were before this fragment
+        # The fragment in progress; `n`, the number of its steps that were yielded; and `lanes`,
+        # lane -> (number of its next fragment, `EpisodeSums`), as it was before this fragment
         progress = self.keep(fragment=None, n=0, lanes={})
         in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
         for fragment in chain(in_progress, items):
@@ -237,6 +244,7 @@ class Steps(Pipe):
             progress.update(fragment=None, n=0, lanes=lanes)
 
     def _image(self, fragment):
+        "The images `[T, B, ...]` and the mask of those that were recorded; or None for both."
         if self.image is None:
             return None, None
         env = fragment.env if isinstance(fragment.env, dict) else {}
@@ -255,7 +263,7 @@ class Steps(Pipe):
         T, B = fragment.valid.shape
         state = fragment.state
 
-        # The episodes of the lane go on. A lane may begin within episodes.
+        # Sums continue from the previous fragment of the lane. A lane may begin within episodes.
         lane = 0 if fragment.lane is None else int(fragment.lane[0])
         if lane in lanes:
             self._check_order(fragment, lane, *lanes[lane])
@@ -266,26 +274,27 @@ class Steps(Pipe):
         lanes[lane] = next_seq, sums
 
         image, has_image = fragment.env
-        step = Step(
-            nested.getitem(state.obs, slice(T)),
-            nested.getitem(state.act, slice(1, None)),
-            next_observations_in_episode(fragment),
-            fragment.term[1:],
-            state.fin[1:] & ~fragment.term[1:],
-            state.rew[1:],
-            total,
-            fragment.adv,
-            torch.arange(B).to(total.device).expand(T, B),
-            torch.full_like(number, lane),
-            state.stepno[:T],
-            number,
-            image,
+        all_steps = Step(
+            state=nested.getitem(state.obs, slice(T)),
+            action=nested.getitem(state.act, slice(1, None)),
+            next_state=next_observations_in_episode(fragment),
+            terminated=fragment.term[1:],
+            truncated=state.fin[1:] & ~fragment.term[1:],
+            reward=state.rew[1:],
+            total_reward=total,
+            advantage=fragment.adv,
+            env_id=torch.arange(B).to(total.device).expand(T, B),
+            proc_id=torch.full_like(number, lane),
+            step_n=state.stepno[:T],
+            episode_n=number,
+            image=image,
         )
 
-        # One list for each field, of the rows that are steps
+        # For each field, the list of its values in the rows that are steps
         rows = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
         n_rows = T * B if rows is None else len(rows)
-        *fields, images, have_image = (_unbound(x, n_rows, rows) for x in (*step, has_image))
+        values = [_unbound(x, n_rows, rows) for x in (*all_steps, has_image)]
+        *fields, images, have_image = values
         images = [image if has else None for image, has in zip(images, have_image)]
         return map(Step, *fields, images)
 
@@ -323,7 +332,7 @@ def _column(steps, before, after):
     ahead = last.next_state if after is None else after.state
     stepno = torch.where(over(last), 0, last.step_n + 1)
 
-    # Row 0 has the action, reward and end of the step before.
+    # Row 0 has the action, reward and end of the previous step.
     if before is None:
         act = nested.map(torch.zeros_like, first.action)
         rew = torch.zeros(())
@@ -335,11 +344,11 @@ def _column(steps, before, after):
         fin = over(before)
         term = before.terminated
     state = State(
-        torch.stack([*(s.step_n for s in steps), stepno]),
-        nested.stack([*(s.state for s in steps), ahead]),
-        nested.stack([act, *(s.action for s in steps)]),
-        torch.stack([rew, *(s.reward for s in steps)]),
-        torch.stack([fin, *map(over, steps)]),
+        stepno=torch.stack([*(s.step_n for s in steps), stepno]),
+        obs=nested.stack([*(s.state for s in steps), ahead]),
+        act=nested.stack([act, *(s.action for s in steps)]),
+        rew=torch.stack([rew, *(s.reward for s in steps)]),
+        fin=torch.stack([fin, *map(over, steps)]),
     )
     return state, torch.stack([term, *(s.terminated for s in steps)])
 
@@ -361,7 +370,7 @@ def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
     """Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of
     the same environment.
     """
-    # `(episode, step)` of the step that must follow, and of the one that does
+    # `(episode, step)` of the step that must follow, and of `step`
     expected = int(before.episode_n), int(before.step_n) + 1
     if before.terminated | before.truncated:
         expected = int(before.episode_n) + 1, 0
@@ -384,10 +393,10 @@ class _LaneQueues:
     def __init__(self, lane):
         self.lane = lane
         self.seq = 0  # number of the next fragment
-        # environment -> its steps that wait, its newest step, its last step in the last fragment
-        self.queues = {}
-        self.newest = {}
-        self.taken = {}
+        # Keys are numbers of environments.
+        self.queues = {}  # the steps that wait, oldest first
+        self.newest = {}  # the newest step
+        self.taken = {}  # the last step in the last fragment
 
     def add(self, step, pipe):
         "Append `step` to the queue of its environment. Returns this queue."
@@ -407,9 +416,10 @@ class _LaneQueues:
         return self.queues[env]
 
     def complete(self, pipe) -> int:
-        """The number of steps that every environment has.
+        """The number of waiting steps that every environment of the lane has.
 
-        Some may have one more, in the row that is being read.
+        Some environments may have one more step, because the others' steps in the same row have not
+        been read yet. Raises `DataError` for a larger difference.
         """
         n_steps = {env: len(queue) for env, queue in self.queues.items()}
         slowest = min(n_steps, key=lambda env: (n_steps[env], env))
@@ -428,7 +438,7 @@ class _LaneQueues:
 
     def take(self, n) -> Fragment:
         "The fragment of the next `n` steps of every environment."
-        envs = []  # for each environment, its steps
+        envs = []  # a list of steps for each environment
         columns = []
         for env, queue in sorted(self.queues.items()):
             steps = [queue.popleft() for _ in range(n)]
@@ -472,9 +482,9 @@ class _LaneQueues:
 
 
 def _has_last(step):
-    """Does `next_state` hold the true last observation of an episode?
+    """Does `next_state` of this step hold the true last observation of an episode?
 
-    It repeats `state` if a termination's observation was not recorded.
+    After a termination whose last observation was not recorded, `next_state` repeats `state`.
     """
     if not step.terminated:
         return bool(step.truncated)
@@ -485,15 +495,18 @@ class Fragments(Pipe):
     """Join `Step`s, in the order in which `Steps` yields them, to fragments of `n_steps` steps of
     the environments of each lane.
 
-    `state`, `term`, `final`, `valid`, `adv` and `lane` are the same as before if every row was a
-    transition; `seq` is counted anew. The reports of the actor and the environment are lost
-    (`actor=None`, `env={}`, `hx=()`, `version=None`, `ret=None`). A fragment is ready when each
-    environment of its lane has one step more than the fragment, because the last row shows the
-    observation of the following step. The last steps of the stream make shorter fragments. If an
-    episode ends there, the last row repeats its last observation.
+    If every row of the original fragments was a transition, `state`, `term`, `final`, `valid`,
+    `adv` and `lane` are the same as in them. `seq` is counted from 0. The reports of the actor and
+    the infos of the environment are lost
+    (`actor=None`, `env={}`, `hx=()`, `version=None`, `ret=None`).
+
+    A fragment is ready when each environment of its lane has one more step, because the last row
+    shows the observation of the following step. The last steps of the stream make shorter
+    fragments. If an episode ends there, the last row repeats its last observation.
 
     Raises `DataError` if `n_steps < 1`, if steps of an environment do not follow one another, or if
-    environments of a lane take unequally many (`sticky`, vectors that reset at the next step).
+    environments of a lane take different numbers of steps (`sticky`, vectors that reset at the next
+    step).
 
     Args:
         pipe: yields `Step`s
@@ -513,7 +526,7 @@ class Fragments(Pipe):
             lane = int(step.proc_id)
             queue = lanes.setdefault(lane, _LaneQueues(lane)).add(step, self)
 
-            # A fragment needs one step more, whose observation is in its last row.
+            # The last row of a fragment needs the observation of one more step.
             if len(queue) > n and lanes[lane].complete(self) > n:
                 yield lanes[lane].take(n)
 

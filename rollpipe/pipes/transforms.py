@@ -35,8 +35,10 @@ __all__ = ['check_no_past', 'RewardScaler', 'ObservationCast', 'NSteps', 'NStep'
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8c69c780
 class _Moments:
-    """Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as in
-    `VecNormalize` of stable-baselines3.
+    """Running mean and variance.
+
+    They begin as if 1e-4 values of mean 0 and variance 1 had been seen, as in `VecNormalize` of
+    stable-baselines3.
     """
 
     def __init__(self, count=1e-4, mean=0.0, var=1.0):
@@ -51,7 +53,8 @@ class _Moments:
         n = len(x)
         total = self.count + n
         delta = x.mean() - self.mean
-        # sum of squares around the new mean: those of both parts, and that between their means
+        # The sum of squared deviations from the new mean: those within the earlier values, within
+        # the new ones, and between the means of both
         between = delta**2 * self.count * n / total
         squares = self.var * self.count + x.var() * n + between
         self.mean = self.mean + delta * n / total
@@ -60,10 +63,10 @@ class _Moments:
 
 
 class _Begin:
-    """What a pipe shares with its copies. Called, it makes the moments with which an iteration
-    begins. `newest` are those in use, which `state_dict` returns.
+    """Makes the moments with which an iteration begins; a pipe shares this object with its copies.
 
-    Copies of a pipe share every callable by reference, so this object is callable.
+    Copies of a pipe share every callable by reference, so this object is callable. `first` is the
+    state with which the moments begin. `newest` are the moments in use, which `state_dict` returns.
     """
 
     def __init__(self):
@@ -96,7 +99,8 @@ def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
     Such an actor has acted on the unchanged rewards, and a learner would show it the changed ones.
 
     Args:
-        more: another way out, which ends the message
+        pipe: the pipe that changes rewards
+        more: end of the message: another way to avoid the error
     """
     for source in find(pipe, lambda p: getattr(getattr(p, "actor", None), "uses_past", False)):
         raise GraphError(
@@ -129,7 +133,7 @@ class RewardScaler(Pipe):
         scale: constant factor; 'sign': rewards become -1, 0 or 1, as is usual for games of Atari;
             None: learn the scale
         gamma: discount of the return whose standard deviation is learnt
-        clip: greatest size of a reward after learnt scaling; None: no limit
+        clip: maximum absolute value of a reward after learnt scaling; None: no limit
     """
 
     reads = 1
@@ -180,7 +184,8 @@ class RewardScaler(Pipe):
         moments = state["moments"]
         lanes = state["lanes"]  # lane -> _LaneRewards
         for item in items:
-            # If several copies run, `state_dict` gives the moments of the one with the last item.
+            # `begin` is shared by all copies that run. `state_dict` shall return the moments of the
+            # copy that has got the last item.
             self.begin.newest = moments
             if isinstance(item, Tick):
                 yield self._scale_tick(item, moments, lanes)
@@ -211,7 +216,7 @@ class RewardScaler(Pipe):
             before = lanes.get(lane)
             n = columns.stop - columns.start
 
-            # Without a fragment before, no number is expected, and `continues` returns False.
+            # If no earlier fragment is known, no number is expected, and `continues` returns False.
             expected = None if before is None or before.seq is None else before.seq + 1
             with located(pipe=self):
                 follows = continues(fragment, strand, expected) and len(before.ret) == n
@@ -236,13 +241,19 @@ class RewardScaler(Pipe):
             return with_rewards(fragment, torch.from_numpy(scaled).to(fragment.state.rew.device))
 
     def _scaled(self, rew, moments, ret=None):
-        "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
+        """`rew` scaled, in float32.
+
+        Args:
+            rew: rewards
+            moments: the `_Moments` of the discounted returns
+            ret: float64 [n]: discounted returns to include in the moments before; None: none
+        """
         # A constant scale
         if self.scale == "sign":
             rew = np.sign(rew)
         elif self.scale is not None:
             rew = rew * self.scale
-        # The learnt one, with the returns of all processes
+        # The learnt scale, with the returns of all processes
         else:
             if ret is not None:
                 for values in self.gathered(ret):
@@ -253,7 +264,7 @@ class RewardScaler(Pipe):
         return rew.astype(np.float32)
 
     def state_dict(self) -> dict:
-        "Count, mean and variance of the discounted returns so far; empty with a constant scale."
+        "Count, mean and variance of the discounted returns so far. Empty for a constant scale."
         if self.scale is not None:
             return {}
         return {name: float(x) for name, x in vars(self.begin.newest).items()}
@@ -277,10 +288,8 @@ class RewardScaler(Pipe):
 class ObservationCast(Pipe):
     """Cast the floating-point leaves of the observations in `Fragment`s or `Tick`s to `dtype`.
 
-    Integer and bool leaves stay.
-
-    In `Tick`s only float32 and float64 are possible, because the actor's virtual reactions are
-    computed from them. Raises `DataError` for other dtypes.
+    Integer and bool leaves do not change. In `Tick`s only float32 and float64 are possible, because
+    the actor's virtual reactions are computed from them. Raises `DataError` for other dtypes.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
@@ -336,16 +345,18 @@ class ObservationCast(Pipe):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #922fe140
 class NSteps(NamedTuple):
-    """The transitions of up to n steps that begin at each row of a fragment; `m <= n` is the number
-    of steps summed.
+    """The n-step transitions that begin at each row of a fragment.
+
+    `m <= n` is the number of steps whose rewards are summed.
 
     Args:
+        fragment: the fragment
         rew: float32 [T, B]: r_{t+1} + gamma r_{t+2} + ... + gamma^{m-1} r_{t+m}
         discount: float32 [T, B]: gamma^m, or 0 where the state reached is terminal, or where row t
             is not valid
         n_steps: int64 [T, B]: m; 0 where row t is not valid
-        row: int64 [T, B]: row of `fragment.state` that was reached, t + m
-        final: int64 [T, B]: row of `fragment.final` that was reached instead, or -1
+        row: int64 [T, B]: row of `fragment.state` with the state reached, t + m
+        final: int64 [T, B]: row of `fragment.final` with the state reached; -1: it is in `row`
     """
 
     fragment: Fragment
@@ -371,7 +382,7 @@ class NSteps(NamedTuple):
         ended = self.final >= 0
         final_rows = self.final[ended]
 
-        # not in place, which the `Stacks` of a `FrameStack` refuse
+        # `index_put` is not in place, because the `Stacks` of a `FrameStack` refuse that.
         def pick(x, end):
             return x[self.row, b].index_put((ended,), end[final_rows])
 
@@ -399,7 +410,7 @@ class NStep(Pipe):
 
     Args:
         pipe: yields `Fragment`s
-        n: greatest number of steps
+        n: maximum number of steps
         gamma: discount factor per step
     """
 
@@ -424,7 +435,8 @@ class NStep(Pipe):
         term = fragment.term[1:]
         valid = fragment.valid
 
-        # Of each row: the sum of rewards, the number of steps in it, and whether it goes on
+        # For each row: the sum of rewards, the number of steps in it, and whether another step may
+        # be added
         total = torch.zeros_like(rew)
         m = torch.zeros_like(valid, dtype=torch.int64)
         goes_on = valid.clone()
@@ -437,7 +449,7 @@ class NStep(Pipe):
             m[rows] += is_added
             goes_on[rows] = is_added & ~fin[k:]
 
-        # the row after the last one in the sum
+        # The row after the last step in the sum, and its value's discount
         row = torch.arange(n_rows, device=m.device)[:, None] + m
         last = (row - 1).clamp(min=0)
         is_empty = m == 0

@@ -32,19 +32,19 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
     Args:
         labels: texts of the nodes, sources first
         edges: for every node `[(source, first), ...]`, see `Drawing`
-        marked: indices of the nodes that `word` points out
+        marked: indices of the nodes that are pointed out
         notes: for every node its notes, a list of texts
-        word: how the text points out a node
+        word: stands after an arrow in the lines of marked nodes
     """
-    # Nodes that several others read have a number.
+    # Nodes that several others read get a number.
     uses = Counter(source for source, _ in chain.from_iterable(edges))
     names = list(labels)
     shared = [source for source in sorted(uses) if uses[source] > 1]
     for number, source in enumerate(shared, 1):
         names[source] += f"  [{number}]"
 
-    # node -> its block: the lines of the graph that ends in it, each with the node that it shows,
-    # or -1 if it only refers to one
+    # node -> block: the lines that draw the graph that ends in this node. A line is a pair of its
+    # text and the node that it shows, or -1 if it only refers to a node shown elsewhere.
     blocks = {}
     block = []
     for i, row in enumerate(edges):
@@ -69,7 +69,10 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
 
 
 def _joined(parts) -> list:
-    "The blocks of several inputs, one below the other with a frame; that of one input as it is."
+    """One block from the blocks of all inputs of a node.
+
+    The block of a single input stays as it is. Several stand one below the other, with a frame.
+    """
     if len(parts) < 2:
         return parts[0] if parts else []
     block = []
@@ -90,11 +93,14 @@ def _columns(rows):
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #3b7a7f92
 def _layers(edges):
-    """The layers from the last node upwards, each `{slot: [slots that it feeds]}`, and the layer of
-    each node.
+    """The places of a graph's nodes and edges in layers, of which layer 0 has the last node.
 
-    A slot is `(node, layer)`. In the layer of its node it is a box. A long edge has a slot in each
-    layer that it crosses, where it is a point.
+    A slot `(node, layer)` is a place in a layer. In the node's own layer the slot shows the box of
+    the node. An edge from this node that crosses further layers has a slot in each of them, which
+    shows a point of the edge.
+
+    Returns a list of layers, each `{slot: [slots that it feeds]}`, and a list with the layer of
+    each node.
     """
     # A source stands above all nodes that read it.
     layer_of = [0] * len(edges)
@@ -119,19 +125,21 @@ def _layers(edges):
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #e45338d8
 def _centres(layers, width):
-    """The horizontal centre of every slot.
+    """The horizontal centre of every slot: slot -> x.
 
-    If there is room, a slot stands above the slots that it feeds, in the order of the inputs.
+    If there is room, a slot stands above the slots that it feeds. Slots that want the same place
+    stand side by side, in the order of their nodes.
     """
     centre = {}
     for layer in layers:
-        # Where each slot would stand if it were alone
+        # Where each slot would stand if its layer had no others
         goal = {}
         for slot, feeds in layer.items():
             total = sum(centre[fed] for fed in feeds)
             goal[slot] = total / max(1, len(feeds))
 
-        # Neighbours keep a distance, and the row as a whole is moved back to its goals.
+        # From left to right, a slot too close to its neighbour is pushed to the right. Then the
+        # whole layer is moved back by the mean of these shifts.
         edge = -math.inf
         row = sorted(layer, key=lambda slot: (goal[slot], slot[0]))
         for slot in row:
@@ -270,12 +278,12 @@ class Drawing:
 
     Args:
         labels: texts of the pipes, sources first
-        edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the
-            input here for the first time
+        edges: for every pipe `[(index of the input, first), ...]`; `first`: the input is drawn
+            here, and elsewhere only referred to
         marked: indices of the pipes to point out
         notes: for every pipe its notes, a list of texts; empty: none
         waits: for every pipe a text beside the edges that leave it; empty: none
-        word: how the text points out a pipe
+        word: the word beside the pipes that are pointed out
         caption: lines that stand below the graph
     """
 
@@ -300,13 +308,14 @@ class Drawing:
         return "\n".join([text, *self.caption])
 
     def _repr_svg_(self):
-        word = self.word if self.notes else ""  # without notes, the red frame is mark enough
-        beside = self.notes, self.waits
+        # Without notes, the red frame is enough to point out a pipe.
+        word = self.word if self.notes else ""
         return _svg(
             self.labels,
             self.edges,
             self.marked,
-            *beside,
+            self.notes,
+            self.waits,
             word,
             self.caption,
         )
@@ -344,11 +353,13 @@ def _check_pipe(pipe):
 
 
 def _visit(pipe):
-    """Rows `(pipe, [(input, first), ...])`, sources first; `first` is True if the walk meets the
-    input here for the first time.
+    """Rows `(pipe, [(input, first), ...])` for all pipes of the graph, sources first.
+
+    `first` is True if no earlier row has this input.
     """
-    # Depth first, without recursion. The stack has the pipes from `pipe` to the present one, each
-    # with its inputs that were not visited yet, and its edges so far.
+    # The traversal is depth first, without recursion. The stack holds the pipes from the last one
+    # of the graph up to the present one. Each has an iterator of the inputs that were not visited
+    # yet, and a list of its edges so far.
     _check_pipe(pipe)
     rows = []
     done = set()  # ids of the pipes that have a row
@@ -357,7 +368,8 @@ def _visit(pipe):
     while stack:
         node, rest, edges = stack[-1]
 
-        # The next input goes onto the stack, unless it has a row. Without one, `node` gets its row.
+        # The next input without a row goes onto the stack, and is visited first. If all inputs have
+        # rows, `node` gets its own.
         for source in rest:
             if id(source) in path:
                 raise GraphError("the graph has a cycle: the pipe reads from itself", pipe=source)
@@ -385,8 +397,10 @@ def nodes(pipe: IterDataPipe) -> list:
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #ddc50c13
 def short_repr(pipe: IterDataPipe) -> str:
-    """The class of a pipe, and those scalar arguments and networks that are attributes of the pipe
-    and differ from their defaults.
+    """A short text for a pipe: its class, and some of the arguments that it was made with.
+
+    Shown are numbers, texts and booleans that differ from their defaults, and the classes of
+    networks. The values are read from the attributes that are named as the arguments.
     """
     shown = {}
     for name, parameter in signature_of(type(pipe)).parameters.items():
@@ -414,8 +428,8 @@ def _matcher(where):
 
 
 def _label(pipe) -> str:
-    plain = type(pipe).__repr__ in (IterDataPipe.__repr__, MapDataPipe.__repr__)
-    return textwrap.shorten(short_repr(pipe) if plain else repr(pipe), 200)
+    has_own_repr = type(pipe).__repr__ not in (IterDataPipe.__repr__, MapDataPipe.__repr__)
+    return textwrap.shorten(repr(pipe) if has_own_repr else short_repr(pipe), 200)
 
 
 def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
@@ -461,7 +475,8 @@ def find_one(pipe: IterDataPipe, where: Where) -> Any:
     )
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #b062c3e3
-# Attributes of an iteration; torch writes some of them into a pipe while it runs.
+# Attributes that belong to an iteration, and that a copy does not get. torch sets some of them
+# while a pipe runs.
 _ITERATION = (
     "_valid_iterator_id",
     "kept",
@@ -477,7 +492,7 @@ _GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.G
 def _mapped(value, memo):
     """`value` with every pipe replaced by `memo[id(pipe)]`.
 
-    A value that holds no pipe is returned unchanged.
+    Containers with pipes are copied. A value that holds no pipe is returned itself.
     """
     if isinstance(value, _PIPES):
         return memo.get(id(value), value)
@@ -517,11 +532,18 @@ def _copied(pipe, memo):
         if isinstance(x, _GENERATORS):
             vars(new)[name] = copy.deepcopy(x)
         elif hasattr(cls, "__del__") and isinstance(x, _CONTAINERS):
-            vars(new)[name] = copy.copy(x)  # torch empties it in `__del__`
+            # Pipes of torch empty their containers in `__del__`, and these must not be shared.
+            vars(new)[name] = copy.copy(x)
     return new
 
 
 def _copied_graph(pipe, memo):
+    """The copy of `pipe`, after all pipes of its graph that `memo` lacks have been copied.
+
+    Args:
+        pipe: the last pipe of the graph
+        memo: id of a pipe -> its copy; the new copies are added
+    """
     for node in nodes(pipe):
         if id(node) not in memo:
             memo[id(node)] = _copied(node, memo)
@@ -529,24 +551,32 @@ def _copied_graph(pipe, memo):
 
 
 def copy_graph(pipe: IterDataPipe) -> IterDataPipe:
-    """A copy of the graph that ends in `pipe`, for a first iteration.
+    """A copy of the graph that ends in `pipe`. Its pipes have not begun to iterate.
 
-    Pipes and their random generators are copied, other objects shared.
+    Pipes and their random generators are copied, and other objects are shared.
     """
     return _copied_graph(pipe, {})
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #c2618734
 def reconnect(reader: IterDataPipe, old: IterDataPipe, new: IterDataPipe) -> None:
-    """Let `reader` read `new` wherever it has read `old`.
+    """Let `reader` read from `new` wherever it reads from `old`.
 
-    This changes `reader`; edits do it with their copies.
+    This changes `reader` itself. Edits call it on copies.
     """
     vars(reader).update(_mapped(vars(reader), {id(old): new}))
 
 
 def _edited(pipe, old, make, readers=None):
-    """The graph with `make(old)` in place of `old` for its `readers` (None: all), the new pipe, and
-    the copy of `old`.
+    """A copy of the graph in which a new pipe takes the place of `old`.
+
+    Args:
+        pipe: the last pipe of the graph
+        old: the pipe to replace
+        make: a function `copy of old -> new pipe`
+        readers: the pipes that will read from the new pipe instead of `old`; None: all its readers
+
+    Returns:
+        The last pipe of the new graph, the new pipe, and the copy of `old`.
     """
     memo = {}  # id of a pipe -> its copy
     originals = nodes(pipe)
@@ -555,10 +585,10 @@ def _edited(pipe, old, make, readers=None):
     sink = _copied_graph(pipe, memo)
     old_copy = memo[id(old)]
 
-    # The new pipe may read `old` itself or its copy. In the first case it gets the copy in its
-    # place. In the second the copy stays, because it is noted as the copy of itself.
+    # The new pipe may read from originals, such as `old` itself, or from their copies. An original
+    # is replaced by its copy. A copy must not be copied again, so `memo` maps it to itself.
     copies = [memo[id(node)] for node in originals]
-    memo.update((id(copy), copy) for copy in copies)
+    memo.update((id(node_copy), node_copy) for node_copy in copies)
     new = _copied_graph(make(old_copy), memo)
 
     for reader in readers:
@@ -569,11 +599,11 @@ def _edited(pipe, old, make, readers=None):
 
 
 def _fitting(pipe):
-    "The graph without each `fusion` that no longer fits between its neighbours."
+    "`pipe`, after each `fusion` in its graph that no longer fits the neighbours was removed."
     for node in nodes(pipe):
         if getattr(node, "fusion", None) is None or node.fits(pipe):
             continue
-        node.fusion = None  # allowed, because no other graph has this new pipe
+        node.fusion = None  # the pipe is a fresh copy, which no other graph has
     return pipe
 
 
@@ -605,7 +635,7 @@ def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
     """The graph with `make(source)` between the one pipe that matches `where` and its one source.
 
-    Other readers of the source stay.
+    Other readers of the source still read from the source.
     """
     node = find_one(pipe, where)
     result, new, old = _edited(
@@ -618,8 +648,9 @@ def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataP
 
 
 def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    """The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its
-    readers. See `replace`.
+    """The graph with `make(old)` after the one pipe `old` that matches `where`.
+
+    All readers of `old` then read from the new pipe. See `replace`.
     """
     result, new, old = _edited(
         pipe,
@@ -630,6 +661,10 @@ def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPi
 
 
 def _one_input(pipe, node):
+    """The one input of `node`.
+
+    Raises `GraphError`, which draws the graph `pipe`, if `node` has none or several.
+    """
     sources = inputs(node)
     if len(sources) == 1:
         return sources[0]
@@ -641,10 +676,12 @@ def _one_input(pipe, node):
 
 
 def _checked(result, new, old):
+    "The graph `result` of an insertion. Raises `GraphError` unless `new` reads from `old`."
     if new is not old and any(p is old for p in nodes(new)):
         return _fitting(result)
     raise GraphError(
-        "the inserted pipe does not read from the pipe it was made from (`replace` would drop that one)",
+        "the inserted pipe does not read from the pipe it was made from (`replace` would drop that "
+        "one)",
         pipe=new,
         expected=f"a pipe that reads {_label(old)}",
     )

@@ -99,8 +99,9 @@ def _register(obj, token):
     _objects[token] = weak_reference(obj, lambda _: _objects.pop(token, None))
 
 
-# A stack: `crew.pickled_for` pushes a function that brings weights to the host while a worker is
-# started. The last function's answer for the content of a handle is pickled in its place.
+# A stack of functions. The last one is applied to the object of a handle, and its result is pickled
+# instead of the object. While a worker is started, `crew.pickled_for` pushes a function that copies
+# weights to the host.
 PICKLED_AS: list = [lambda content: content]
 
 
@@ -135,12 +136,12 @@ _updates = ByIdentity()  # module -> its `_Updates`
 
 
 class _Updates:
-    """The `version` of a module, and the number of in-place changes of its parameters when a
-    `VersionCounter` last looked.
+    """The `version` of a module, and the number of in-place changes of its parameters that a
+    `VersionCounter` saw last.
     """
 
     version: int = 0
-    changes: int | None = None  # None: it has not looked since the version was set
+    changes: int | None = None  # None: no `VersionCounter` has looked since the version was set
 
 
 def _updates_of(module):
@@ -152,7 +153,8 @@ def _updates_of(module):
 
 def version_of(module: Any) -> int:
     "The number of updates of `module` that `bump_version` has counted."
-    return _updates.get(module, _Updates).version  # the class itself stands for no updates
+    # A module without an entry has the default of the class, 0.
+    return _updates.get(module, _Updates).version
 
 
 def bump_version(module: Any, to: int | None = None) -> None:
@@ -171,13 +173,14 @@ in_place_changes = operator.attrgetter("_version")  # torch counts in-place chan
 
 
 class VersionCounter:
-    """Returns the version of `holder`.
+    """Tells the version of `holder`, and counts updates that nobody has reported.
 
-    A change of its parameters that `bump_version` has not counted is one more update.
+    If parameters have changed since the last call, and `bump_version` has not counted that, the
+    change counts as one more update.
 
-    A change through `parameter.data` is missed, and so is one by a fused optimiser of torch
-    (`torch.optim.Adam(..., fused=True)`), because torch does not count them. Then call
-    `bump_version`.
+    Two kinds of changes are missed, because torch does not count them: those through
+    `parameter.data`, and those by a fused optimiser of torch
+    (`torch.optim.Adam(..., fused=True)`). After these, call `bump_version`.
 
     Args:
         holder: an actor
@@ -228,6 +231,7 @@ _WITHOUT_MODULES = type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, 
 
 
 def _parts(x):
+    "What a container, partial, method or function refers to; of other objects, their attributes."
     if isinstance(x, dict):
         return x.values()
     if isinstance(x, (list, tuple, set, frozenset, deque)):
@@ -268,9 +272,10 @@ def content_of(cell: Any) -> Any:
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #967a7bc6
 def state_of(modules: Iterable[torch.nn.Module]) -> dict:
-    """Name -> tensor of the parameters and buffers of `modules`, tied ones once.
+    """Name -> tensor, for the parameters and buffers of `modules`.
 
-    Raises `ActorError` for tensors that cannot be sent.
+    A tensor that a module has under several names is listed under the first. Raises `ActorError`
+    for tensors that cannot be sent to a worker.
     """
     tensors = {}
     for k, module in enumerate(modules):
@@ -308,9 +313,9 @@ _NOT_COMPARED = type, torch.nn.Module, torch.nn.Parameter
 
 
 def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
-    """An object to compare by `==`, which stays equal as long as `value` does not change.
+    """A summary of `value`. Two summaries are equal (`==`) if `value` has not changed in between.
 
-    None for modules, parameters and functions.
+    None for modules, parameters and functions, whose changes are not noticed.
 
     Args:
         value: value of an attribute
@@ -323,7 +328,7 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
         if isinstance(value, kind):
             return state(value) if states else None
     if isinstance(value, gym.Space):
-        # The property `np_random` would make a generator.
+        # `_np_random` may be None. The property `np_random` would make a generator.
         return comparable(value._np_random, states=True) if states else None
     if depth == 0 or isinstance(value, _NOT_COMPARED) or inspect.isroutine(value):
         return None
@@ -347,7 +352,7 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
 
 
 def comparable_tensor(x: torch.Tensor) -> tuple | None:
-    "As `comparable`, for the values of a tensor. None if the values cannot be read."
+    "The summary of a tensor, see `comparable`. None if its values cannot be read."
     if not _has_values(x):
         return None
     return x.dtype, x.shape, hash(as_array(x).tobytes())
@@ -355,7 +360,7 @@ def comparable_tensor(x: torch.Tensor) -> tuple | None:
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #adde4708
 class EvalMode:
     """A `with` block in which all modules of an object are in evaluation mode and gradients are
-    off. Afterwards both are restored.
+    off. At its end, the earlier modes of the modules and of gradients are restored.
 
     The modules are looked up once, in the constructor, so each `with` block is cheap. The object
     may be a function that uses a module.
@@ -397,14 +402,16 @@ def n_cores() -> int:
     return os.cpu_count() or 1
 
 
-# torch begins with one thread for each core that it counts: all processors, half of them (two
-# threads a core), or those of the faster kind. So a number from a third of the cores to all of them
-# is taken for that of torch. Any other was chosen before this module was imported.
+# At its start, torch takes one thread for each core that it counts. Depending on the machine, it
+# counts all processors, half of them (if a core runs two threads), or the cores of the faster kind.
+# So a number between a third of the cores and all processors is taken for torch's own. Any other
+# number was chosen by the user before this module was imported.
 _began_with = torch.get_num_threads()
 _is_usual = n_cores() / 3 <= _began_with <= (os.cpu_count() or 1)
-# Numbers of threads that no user has chosen: that of torch, unless it was changed before.
+# The number of threads that torch took by itself; empty if the user had changed it already
 _NOT_CHOSEN = {_began_with} if _is_usual else set()
-_blocks = threading.local()  # `.choose`: is this thread in a `torch_threads` block with a number?
+# `.choose`: is this thread within a `torch_threads` block that has set a number?
+_blocks = threading.local()
 
 
 def _is_chosen() -> bool:
@@ -421,15 +428,16 @@ class torch_threads(ContextDecorator):
     """A `with` block, or a function, in which torch computes with `n` threads.
 
     Args:
-        n: number of threads; None: it stays
-        unless_chosen: does it stay if the user has chosen one, see `few_threads`?
+        n: number of threads; None: the number does not change
+        unless_chosen: leave the number as it is if the user has chosen it, see `few_threads`
     """
 
     def __init__(self, n: int | None = 1, unless_chosen: bool = False):
         self.n = n
         self.unless_chosen = unless_chosen
 
-    # `ContextDecorator` calls it at each call of a decorated function, which needs its own object.
+    # `ContextDecorator` calls this at each call of a decorated function, because nested calls need
+    # separate objects.
     def _recreate_cm(self):
         return torch_threads(self.n, self.unless_chosen)
 
@@ -443,8 +451,8 @@ class torch_threads(ContextDecorator):
         if self.within != self.n_before:
             torch.set_num_threads(self.within)
 
-    # `@contextmanager` would replace an exception whose attributes cannot be changed by another
-    # one.
+    # This is a class, because `@contextmanager` sets attributes of an exception that passes
+    # through. If an exception allows none, another error would hide it.
     def __exit__(self, *exception: Any) -> None:
         if self.within is None:
             return
@@ -457,15 +465,17 @@ SMALL = 1_000_000  # networks with fewer weights are small
 
 
 def few_threads(*holders: Any) -> torch_threads:
-    """A `with` block for work with the networks in `holders`: one thread for small ones, unless the
-    user has chosen a number of threads.
+    """A `with` block for work with the networks in `holders`. Small networks get one thread, unless
+    the user has chosen a number of threads.
 
-    A number is chosen by `OMP_NUM_THREADS` or `MKL_NUM_THREADS`, by a block `torch_threads(n)`, or
-    by `torch.set_num_threads` with another number than torch began with. Networks are small if they
-    have fewer than a million weights together. An update of PPO with two networks of 64x64 takes as
-    long with one thread as with two on two idle cores, and with two 50 times longer on busy ones.
-    Two networks of 1024x1024, or the convolutions for Atari, are 1.7 times as fast with two on idle
-    cores (`benchmarks/threads.py`).
+    The user chooses a number by `OMP_NUM_THREADS` or `MKL_NUM_THREADS`, by a block
+    `torch_threads(n)`, or by `torch.set_num_threads` with another number than torch began with.
+    Networks are small if they have fewer than a million weights together.
+
+    Why small networks get one thread (`benchmarks/threads.py`, two cores): with two networks of
+    64x64, an update of PPO on idle cores takes as long with one thread as with two. On busy cores,
+    it takes 50 times longer with two threads. Two networks of 1024x1024, or the convolutions for
+    Atari, are 1.7 times as fast with two threads on idle cores.
 
     Args:
         *holders: see `modules_in`; none: no networks
@@ -493,14 +503,16 @@ def checked_device(device: Any, **where: Any) -> torch.device:
 
     expected = ["cpu"]
     expected += [f"cuda:{k}" for k in range(torch.cuda.device_count())]
-    expected += ["mps"] * torch.backends.mps.is_available()
+    if torch.backends.mps.is_available():
+        expected.append("mps")
 
-    # Other kinds of devices have a module of torch, which counts them. To count devices does not
-    # begin to use them.
+    # Every other kind of device has a module in torch, such as `torch.xpu`, with a function
+    # `device_count`. Counting devices does not start to use them.
     if known is not None:
         module = getattr(torch, known.type, None)
         count = getattr(module, "device_count", lambda: 0)
-        if known.type in ("meta", *expected) or (known.index or 0) < count():
+        index = known.index or 0
+        if known.type in ("meta", *expected) or index < count():
             return known
 
     reason = ""

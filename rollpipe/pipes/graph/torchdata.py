@@ -43,8 +43,8 @@ def _of_torchdata():
                 raise  # torchdata exists, but lacks a module that it needs
             return None
 
-    # torchdata draws the same number as `torchs_seed`. But it saves the generators of all GPUs
-    # before, so CUDA is in use afterwards, and workers cannot be forked.
+    # torchdata's function draws the same number as `torchs_seed`. But it first saves the generators
+    # of all GPUs, which starts CUDA, and a process that uses CUDA cannot fork workers.
     seeds: Any = importlib.import_module("torchdata.dataloader2.random.seed_generator")
     seeds._get_torch_random_seed = torchs_seed
     return {**vars(graph), **vars(loader)}
@@ -57,10 +57,10 @@ def _our_own():
     return vars(loader)
 
 
-def _mended(base):
+def _releasing_loader(base):
     """A subclass of the loader `base` whose `shutdown` closes an unfinished stream.
 
-    Raises `GraphError` if a graph is too long for Python.
+    Its constructor and its `__iter__` raise `GraphError` if the graph is too long for Python.
     """
 
     class DataLoader2(base):
@@ -79,7 +79,8 @@ def _mended(base):
         def shutdown(self):
             super().shutdown()
             if hasattr(self, "_datapipe_iter"):
-                self._datapipe_iter = iter(())  # a loop that still reads ends
+                # A loop that still reads finds no more items, and ends.
+                self._datapipe_iter = iter(())
 
     return DataLoader2
 
@@ -97,13 +98,15 @@ def too_long() -> GraphError:
     """The error for a graph that exceeds Python's recursion limit, because each pipe adds some
     nested calls when it is pickled or iterated.
     """
+    n_possible = sys.getrecursionlimit() // 6
     return GraphError(
         "the graph has too many pipes in a row for Python's limit of calls within one another",
-        expected=f"fewer, about {sys.getrecursionlimit() // 6}, or a larger `sys.setrecursionlimit`",
+        expected=f"fewer, about {n_possible}, or a larger `sys.setrecursionlimit`",
     )
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #a7e4279c
-# nbdev adds these names to `__all__`.
+# nbdev adds these names to `__all__`. The lazy names are not among them, because a star import
+# would import the loader.
 _all_ = [
     "IterDataPipe",
     "MapDataPipe",
@@ -111,7 +114,7 @@ _all_ = [
     "Mapper",
     "traverse_dps",
     "reading_service",
-]  # without the lazy names
+]
 _LAZY = (
     "DataLoader2",
     "InProcessReadingService",
@@ -139,23 +142,23 @@ def __getattr__(name):
     for cls in _services:
         names["ReadingServiceInterface"].register(cls)
     lazy = {lazy_name: names[lazy_name] for lazy_name in _LAZY}
-    lazy["DataLoader2"] = _mended(lazy["DataLoader2"])
+    lazy["DataLoader2"] = _releasing_loader(lazy["DataLoader2"])
     globals().update(lazy)
     return lazy[name]
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #e0764e42
 def reads_ahead() -> bool:
-    """Does the thread of torchdata's `Prefetcher`, or of its subclass for pinned memory, run this
-    code?
+    """Is this code called in the thread of torchdata's `Prefetcher`, or of its subclass for pinned
+    memory?
     """
     module = sys.modules.get("torchdata.datapipes.iter.util.prefetcher")
     if module is None or threading.current_thread() is threading.main_thread():
         return False
     kinds = module.PrefetcherIterDataPipe, module.PinMemoryIterDataPipe
-    workers = [cls.thread_worker.__code__ for cls in kinds]
+    code_of_threads = [cls.thread_worker.__code__ for cls in kinds]
 
-    # The thread runs this code if one of its calls is that of the worker.
+    # Such a thread has `thread_worker` among its callers.
     frame = sys._getframe()
-    while frame is not None and frame.f_code not in workers:
+    while frame is not None and frame.f_code not in code_of_threads:
         frame = frame.f_back
     return frame is not None

@@ -32,24 +32,34 @@ def philox(key: tuple, counter: tuple) -> tuple:
     """
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(10):
+        # The high halves of two products are mixed with the other words and the key.
         a = 0xD2511F53 * c0
         b = 0xCD9E8D57 * c2
-        c0 = b >> 32 ^ c1 ^ k0
+        c0 = (b >> 32) ^ c1 ^ k0
         c1 = b & _MASK
-        c2 = a >> 32 ^ c3 ^ k1
+        c2 = (a >> 32) ^ c3 ^ k1
         c3 = a & _MASK
-        k0 = k0 + 0x9E3779B9 & _MASK
-        k1 = k1 + 0xBB67AE85 & _MASK
+
+        # The key of the next round
+        k0 = (k0 + 0x9E3779B9) & _MASK
+        k1 = (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #5537d45e
 def _number(seed, block, half):
-    "The 64-bit number in half 0 or 1 of a block of the generator with key `seed`."
-    words = philox(
-        (seed & _MASK, seed >> 32 & _MASK),
-        tuple(block >> shift & _MASK for shift in (0, 32, 64, 96)),
-    )
-    return words[2 * half] + (words[2 * half + 1] << 32)
+    """One of the two 64-bit numbers in a block of the generator.
+
+    Args:
+        seed: the key; its lowest 64 bits count
+        block: number of the block, below 2**128
+        half: 0 or 1: which of the two numbers
+    """
+    key = (seed & _MASK, (seed >> 32) & _MASK)
+    counter = tuple((block >> shift) & _MASK for shift in (0, 32, 64, 96))
+    words = philox(key, counter)
+    low = words[2 * half]
+    high = words[2 * half + 1]
+    return low + (high << 32)
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #c26c82c7
 class SeedStream:
@@ -65,14 +75,15 @@ class SeedStream:
 
     def generate(self) -> int:
         "The next seed, an unsigned 64-bit integer."
-        # A block holds two numbers. Those of block 0 are no seeds, because `spawn` uses one.
+        # A block holds two numbers. Seeds begin with block 1, because `spawn` uses block 0.
         block, half = divmod(self.count + 2, 2)
         self.count += 1
         return _number(self.key, block, half)
 
     def spawn(self, index: int) -> "SeedStream":
         "The separate stream for worker `index`."
-        # torchdata rounds `index` down to an even block, and so leaves every second block unused.
+        # torchdata takes the block `index`, rounded down to an even number, and so leaves every
+        # second block unused. The seeds must be the same as torchdata's.
         spawning_key = _number(self.key, 0, 0)
         half = index % 2
         return SeedStream(_number(spawning_key, index - half, half))
@@ -97,7 +108,7 @@ class SeedGenerator:
             seed = torchs_seed()
         if seed >= 2**64:
             raise ValueError(f"Expected a seed below 2**64, got {seed}.")
-        # Both are the same until `spawn` gives each worker an own stream.
+        # The two streams are the same until `spawn` gives each worker a stream of its own.
         self._shared = SeedStream(seed)
         self._own = SeedStream(seed)
 
@@ -162,6 +173,8 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
             above = _breadth_first(traverse_dps(pipe), set())
             shared |= {id(source): source for source in above}
     own = _breadth_first(graph, set(shared))
+
+    # All shared seeds are drawn first, in the order of the pipes, and then the others.
     for pipes, draw in (
         (shared.values(), seed_generator.generate_shared_seed),
         (own, seed_generator.generate_seed),
@@ -175,7 +188,8 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
 class ReadingServiceInterface(ABC):
     """The methods that a loader calls.
 
-    Until `initialize` is called, a service can be pickled, because each loader has a copy.
+    A loader copies its service by pickling. So a service must be picklable until `initialize` is
+    called.
     """
 
     @abstractmethod
@@ -187,7 +201,7 @@ class ReadingServiceInterface(ABC):
     ) -> Callable | None:
         """Prepare an iteration, with a source of seeds.
 
-        Returns None, or a function that changes the graph once more.
+        Returns None, or a function of the graph, which returns the graph for this iteration.
         """
         return None
 
@@ -242,11 +256,11 @@ class InProcessReadingService(ReadingServiceInterface):
 class LoaderIterator(Iterator):
     """The iterator that `iter(loader)` returns.
 
-    Its missing attributes come from the iterator of the last pipe.
+    An attribute that it lacks is looked up in the iterator of the last pipe.
 
     Args:
         loader: the loader that made it
-        number: number of iterators that the loader made before
+        number: how many iterators the loader has made before this one
     """
 
     def __init__(self, loader: "DataLoader2", number: int):
@@ -257,10 +271,12 @@ class LoaderIterator(Iterator):
 
     def __next__(self) -> Any:
         loader = self.loader
-        if self.number < loader.n_iterators - 1:
+        is_newest = self.number == loader.n_iterators - 1
+        if not is_newest:
             loader._tell("finalize_iteration")
             raise RuntimeError(
-                "This iterator has been invalidated: a newer one was made from the same DataLoader2."
+                "This iterator has been invalidated: "
+                "a newer one was made from the same DataLoader2."
             )
         loader.waiting = False
         if loader.paused:
@@ -326,12 +342,14 @@ class DataLoader2:
     """Run a graph of pipes where its reading service decides: `with DataLoader2(pipe) as loader:
     for item in loader: ...`.
 
-    The loader copies the graph and the service. Only the newest iterator is valid. After a call of
-    `seed`, the first iteration begins with that seed, and later iterations continue its random
-    numbers. Otherwise each iteration takes a seed from torch's generator, which stays as it is:
-    iterations are the same until something else draws from it, or seeds it (`torch.seed()` for
-    fresh entropy). An error, `shutdown` or the end of the `with` block ends the service and
-    releases the stream, and so the environments.
+    The loader copies the graph and the service. Only the newest iterator is valid. An error,
+    `shutdown` or the end of the `with` block ends the service and releases the stream, and so the
+    environments.
+
+    After a call of `seed`, the first iteration begins with that seed, and later iterations continue
+    its random numbers. Without such a call, each iteration takes a seed from torch's generator, and
+    does not change the generator. So all iterations are the same, until something else draws from
+    the generator or seeds it (`torch.seed()` for fresh entropy).
 
     Args:
         datapipe: the last pipe of the graph
@@ -360,7 +378,8 @@ class DataLoader2:
         self.adapted = False  # has the service changed the graph?
         self.seeded = False  # has an iteration begun with `_seed`?
         self.shut = False
-        # number of iterators; the loader does not hold them, so it is freed with its last reader
+        # Number of iterators that were made. They are counted and not stored: each holds the
+        # loader, and a loader that held them would not be freed with the last of them.
         self.n_iterators = 0
         self._seed = None
         self._seed_generator = SeedGenerator()
@@ -383,7 +402,7 @@ class DataLoader2:
             self._seed_generator.seed(self._seed)
         self.seeded = True
 
-        # The graph, as the service changes it once, and for each iteration
+        # The service changes the graph once, and may change it again for each iteration.
         service = self.reading_service
         if service is not None:
             if not self.adapted:
@@ -417,7 +436,7 @@ class DataLoader2:
             self._tell("finalize_iteration")
             self._tell("finalize")
         finally:
-            # A loop that still reads ends.
+            # A loop that still reads finds no more items, and ends.
             self.stream = iter(())
             self.waiting = False
 

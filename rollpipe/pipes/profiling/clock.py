@@ -28,7 +28,7 @@ from ..stepper import EnvStepper
 class Account:
     """The times of all stages in one thread.
 
-    At each moment the time counts for one stage; in the beginning, for the last stage.
+    At each moment the time counts for exactly one stage. In the beginning, this is the last stage.
 
     Args:
         n: number of stages; the last one is the code outside of all other stages
@@ -76,7 +76,7 @@ class Account:
 
     def begin(self, stage: int) -> int:
         "From now on, count the time for `stage`. Returns the stage for which it counted before."
-        # Outside of all stages, `stage` is -1: that is the last one, see `Clock`.
+        # `stage` is -1 outside of all stages. As an index, -1 is the last stage, see `Clock`.
         before = self.stage
         t = self.now()
         self.own[before] += t - self.since
@@ -118,7 +118,7 @@ class Account:
         "Write the sums to the file, if there is one."
         if self.file is None:
             return
-        # As `sums`, but a few microseconds faster.
+        # The bytes of `sums`, but some microseconds faster.
         values = [
             *self.own,
             *self.awaited,
@@ -146,7 +146,7 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
         stage: number of the stage
         begin: function that returns the iterator; the time of its call counts for `stage`, too
     """
-    # Names for the loop, which runs once for each item.
+    # Local names make the loop faster, which runs once for each item.
     now = account.now
     own_times = account.own
     awaited = account.awaited
@@ -156,7 +156,7 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
     advance = iter(items).__next__
     try:
         while True:
-            # As `Account.timed`, but the time also counts as waiting.
+            # The time counts for this stage, as in `Account.timed`, and also as waiting for it.
             start = now()
             before = account.stage
             own_times[before] += start - account.since
@@ -173,10 +173,12 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
                 account.stage = before
                 account.since = end
 
-            # What is read outside of all stages (-1) is an item of the whole graph.
             counts[stage] += 1
             if counts[stage] == due[stage]:
                 _measure_size(account, stage, item)
+
+            # An item that is read outside of all stages (-1) comes from the last pipe of the graph.
+            # The sums are saved once for each of these items.
             if before == -1:
                 account.save()
             yield item
@@ -195,7 +197,7 @@ def _measure_size(account, stage, item):
     account.sized[stage] += 1
     account.begin(before)
 
-    # So many items are left out that measuring takes 1 / `rare` of the time.
+    # Enough items are left out that measuring takes at most 1 / `rare` of the time.
     duration = account.since - start
     elapsed = max(account.since - account.start, 1e-9)
     per_item = elapsed / account.items[stage]
@@ -253,7 +255,7 @@ class Clock:
         if account is not None and account.pid == pid:
             return account
 
-        # Other processes than that of the clock write their sums to files, `read` reads them.
+        # Processes other than the clock's own write their sums to files, and `read` reads these.
         path = None
         if pid != self.owner and self.folder is not None:
             descriptor, path = tempfile.mkstemp(prefix=f"{pid}-", dir=self.folder)
@@ -274,11 +276,11 @@ class Clock:
 
     def read(self) -> Reading:
         "The sums of this process up to now, and the sums of each worker up to its last item."
-        # To begin the present stage once more adds its time up to now.
+        # Beginning the present stage once more adds its time up to now.
         account = self.account()
         account.begin(account.stage)
 
-        # Other threads may add accounts meanwhile.
+        # The list is copied, because other threads may add accounts meanwhile.
         here = np.zeros((5, self.n))
         for account in list(self.accounts):
             if account.pid == self.owner:
@@ -294,6 +296,7 @@ class Clock:
         return Reading(here, workers)
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #d5318316
+# class of a pipe -> names of its parts
 _PARTS = {EnvStepper: ("environments", "actor"), Replay: ("sampling",)}
 
 
@@ -353,7 +356,8 @@ class Timer(NamedTuple):
     def timed(self, part: str, function: Callable) -> Callable:
         """A function that calls `function`, and counts the time for this part.
 
-        It is `function` itself if the part is not measured. An `Interaction` takes this method.
+        If the part is not measured, `function` itself is returned. An `Interaction` calls this
+        method for its environments and its actor.
         """
         if part not in self.parts:
             return function
@@ -388,7 +392,7 @@ def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
     """
     timers = []
     for i, pipe in enumerate(nodes(graph)):
-        # Nobody iterates a pipe whose only `__iter__` is that of the base class in torch.
+        # A pipe that only inherits `__iter__` from torch's base class is never iterated.
         method = getattr(type(pipe), "__iter__", None)
         is_iterated = method is not getattr(IterDataPipe, "__iter__", None)
         if not is_iterated or not isinstance(pipe, IterDataPipe):
@@ -399,7 +403,8 @@ def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
 
 
 def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> IterDataPipe:
-    """The graph, in which every pipe measures its time. Behind each pipe of torch it has a `Timed`.
+    """Let every pipe of a graph measure its time. Returns the graph, with a `Timed` after each pipe
+    of torch.
 
     Args:
         graph: a copy that nobody else uses, because its pipes are changed

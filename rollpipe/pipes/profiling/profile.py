@@ -112,7 +112,8 @@ class MeasuredTime:
 
         An exception ends the measurement and is stored in `error`.
         """
-        # The time counts from the end of the first item, which includes the start.
+        # The measured time begins after the first item, because this item includes the start of
+        # environments and workers.
         after_first = self.begin
         try:
             for item in items:
@@ -154,7 +155,8 @@ class MeasuredTime:
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #218bbac3
 def _copy_of_service(service) -> Any:
     "A copy of the `service` for one run. `DataLoader2` makes such a copy, too."
-    # What belongs to a run begins anew, see `WorkerReading.begin`. The records are all needed.
+    # Attributes that belong to a run get new values, see `WorkerReading.begin`. `records` has no
+    # limit here, because the figures need all records.
     service = copy.copy(service)
     service.end = None
     service.seams = []
@@ -182,12 +184,13 @@ def _worker_figures(services, since, duration) -> list:
     figures = []
     for service in services:
         for worker in sorted({x.worker for x in service.records}):
-            # An item may have been begun before the measurement.
+            # An item may have been begun before the measurement. Only the part after that counts.
             items = [x for x in service.records if x.worker == worker and x.received >= since]
             collected = [x.end - max(x.begin, since) for x in items if x.end > since]
             busy = sum(collected) / duration
 
-            # Finished items wait until this process reads them.
+            # Finished items wait until this process reads them. Their mean number is the sum of
+            # these times per second.
             queue = sum(x.received - x.end for x in items) / duration
             figures.append(WorkerFigures(f"worker {worker}", busy, 1 - busy, queue))
     return figures
@@ -227,13 +230,13 @@ def profile(
 
     Raises:
         DataError: `seconds` is not positive, `update` is no function, or the reading service is
-            not a `ProcessReading`, whose workers alone measure something
+            not a `ProcessReading` (workers of other services measure nothing)
         TypeError: `pipe` is no pipe
     """
     _check(pipe, seconds, reading_service, update)
 
-    # A copy of the graph, as it would run in a training. Its scale of rewards is a copy, too, so a
-    # training that continues has the scale of before.
+    # A copy of the graph, as it would run in a training. Scales of rewards are shared by copies of
+    # a graph, so they are copied here. Otherwise the profile would change those of a training.
     service = _copy_of_service(reading_service or ProcessReading(0))
     graph = service.initialize(copy_graph(pipe))
     for scaler in find(graph, RewardScaler):
@@ -352,9 +355,7 @@ def _end(items, service, measured):
 
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #82980855
 class Ongoing:
-    """A context in which the stages of a graph are measured.
-
-    In the context, `items` are those of the graph.
+    """A context in which the stages of a graph are measured, while a training reads `items`.
 
     Args:
         graph: the graph; its pipes have timers until the context ends
@@ -364,7 +365,7 @@ class Ongoing:
         now: returns the time [s]
     """
 
-    is_written = False  # has it written figures?
+    is_written = False  # were figures written so far?
 
     def __init__(
         self,
@@ -374,8 +375,8 @@ class Ongoing:
         seconds: float = 10.0,
         now: Callable = time.perf_counter,
     ):
-        # The stages are pipes. Their parts are left out, because the time of an actor and of the
-        # environments would be taken in each step. That of a sample is taken once.
+        # The stages are pipes. The parts of a stepper are left out, because measuring them would
+        # take time in each step. The part 'sampling' is measured once for each sample.
         self.places = places_of(graph)
         self.edges = _with_learner(draw(graph).edges)
         all_stages = stages_of(graph)
@@ -384,15 +385,15 @@ class Ongoing:
         self.path = path
 
         # Two further stages of the clock are the learner, and the code outside of all stages. Sizes
-        # are measured rarely, because a training goes on for long and must not become slower.
+        # are measured rarely, because a training takes long and must not become slower.
         self.clock = Clock(
             len(self.stages) + 2,
             now=now,
             rare=20_000,
         )
 
-        # The last pipe is open already, so its iterator is measured. Others ask their timers when
-        # they are opened.
+        # The last pipe is open already, so its iterator is wrapped. Other pipes look for a timer
+        # when they are opened.
         self.timed = []  # pipes with timers
         self.items = items
         for pipe, timer, asks_timer in timers_for(graph, self.stages, self.clock):
@@ -424,14 +425,14 @@ class Ongoing:
             self._write()
 
     def figures(self) -> Profile:
-        "The figures since the last ones."
+        "The figures of the time since the last call."
         measured = self.measured
         measured.end = measured.mark()
         before = measured.begin.reading
         after = measured.end.reading
         duration = measured.duration or 1.0
 
-        # Pipes, of which those in workers are not measured, and the learner.
+        # The figures of the pipes and of the learner. Pipes in workers are not measured.
         stages = []
         for x in stage_figures(self.stages, self.places, before, after, duration):
             share = math.nan if x.place == "workers" else x.share
@@ -453,12 +454,12 @@ class Ongoing:
         return result
 
     def _write(self):
-        "Write the figures, if there is a path."
+        "Take the figures, and write them if there is a path."
         figures = self.figures()
         self.is_written = True
         if self.path is None:
             return
-        # Somebody may look at the figures. A training also continues without them.
+        # The figures are only for a reader, so a training continues if they cannot be written.
         with suppress(OSError):
             figures.save(self.path)
 

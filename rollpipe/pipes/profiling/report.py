@@ -81,14 +81,16 @@ def stage_figures(
     Returns:
         list: `StageFigures`, one for each pipe
     """
-    # Differences between both readings. Their five rows are own times, waiting times, numbers of
-    # items, bytes of the measured items, and numbers of measured items.
+    # The sums between the two readings, float64 [5, n], of this process and of all workers. The
+    # rows are own times, waiting times, items, bytes of measured items, and number of measured
+    # items.
     here = after.here - before.here
     workers = np.zeros_like(here)
     for name, sums in after.workers.items():
         workers += sums - before.workers.get(name, 0)
 
-    # Sizes are measured seldom, so those before this measurement count, too.
+    # The mean size of a stage's items. Sizes are measured seldom, so those from before this
+    # measurement count, too.
     of_all_processes = sum(after.workers.values(), after.here)
     n_bytes = of_all_processes[3]
     n_measured = of_all_processes[4]
@@ -96,8 +98,9 @@ def stage_figures(
 
     figures = []
     for i, place in enumerate(places):
-        # Per second of this process, or of all workers together. At each moment, a worker's time
-        # counts for one stage, so the own times of all stages are its whole time.
+        # The first three sums per second of this process, or per second of all workers together.
+        # Each moment of a worker counts for one stage, so the sum of all own times is the whole
+        # time of all workers.
         in_workers = place == "workers"
         sums = workers[:3] if in_workers else here[:3]
         time = workers[0].sum() if in_workers else seconds
@@ -131,8 +134,10 @@ def slowest_of(figures: list) -> int | None:
     if slowest is None or not shares[slowest]:
         return None
 
-    # This process waits most of all for its workers. If they collect for at least half as large a
-    # share of their own time, a stage of theirs is the slowest; else it is the exchange with them.
+    # If this process waits for its workers longer than for anything else, compare two shares: that
+    # of this waiting, and that of the workers' time in which they collect. If they collect for at
+    # least half as large a share, one of their stages is the slowest. Otherwise it is the exchange
+    # with them.
     in_workers = [i for i, x in enumerate(figures) if x.place == "workers"]
     collecting = sum(shares[i] for i in in_workers)
     if figures[slowest].place == "seam" and collecting >= shares[slowest] / 2:
@@ -198,10 +203,7 @@ class Profile:
 
     @property
     def learner(self) -> float | None:
-        """Share of the time in which the learner updates.
-
-        None: there is no learner.
-        """
+        "Share of the time in which the learner updates; None if there is no learner."
         if not self.stages or self.stages[-1].label != LEARNER:
             return None
         return self.stages[-1].share
@@ -213,7 +215,7 @@ class Profile:
         labels = [f"{text[:60]}...)" if len(text) > 64 else text for text in labels]
         notes = tuple(map(_notes, self.stages))
 
-        # Nobody waits for the last stage: it is the learner, or its reader does nothing.
+        # Nobody waits for the last stage: it is the learner, or the program that drops its items.
         waits = [""] * len(self.stages)
         for i, x in enumerate(self.stages[:-1]):
             if _is_measured(x):
@@ -231,7 +233,7 @@ class Profile:
 
     def _caption(self) -> list:
         "The lines below the drawing."
-        # The whole.
+        # A line about the whole measurement
         text = f"{self.seconds:.1f} s, {self.n_items:,} items"
         if self.steps_per_s is not None:
             text += f", {rate_text(self.steps_per_s, 'steps')}"
@@ -239,7 +241,7 @@ class Profile:
             text += ", then the stream ended"
         lines = [text]
 
-        # Workers, and who else has the time.
+        # A line for each worker, for the learner, and for the remaining time
         for x in self.workers:
             shares = f"busy {share_text(x.busy)}, waiting {share_text(x.waiting)}"
             lines.append(f"{x.name}: {shares}, queue {x.queue:.2g} items")
@@ -249,7 +251,7 @@ class Profile:
         if self.other:
             lines.append(f"records, checkpoints and pauses {share_text(self.other)}")
 
-        # How it ended, and what to do.
+        # The exception, and the advice
         if self.error is not None:
             lines.append(f"ended by {type(self.error).__name__}: {self.error}")
         if self.advice:
@@ -271,7 +273,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        "What `save` wrote."
+        "The profile that `save` wrote to this file."
         figures = json.loads(read_file(path))
         figures["stages"] = [StageFigures(*x) for x in figures["stages"]]
         figures["workers"] = [WorkerFigures(*x) for x in figures["workers"]]
@@ -357,7 +359,7 @@ def advice_for(profile: Profile, setting: Setting) -> str:
     if stage.place == "seam":
         return _about_handing_over(profile, stage)
 
-    # What takes the time.
+    # What takes the time
     name = stage.label.partition("(")[0]
     whose = "workers' time" if stage.place == "workers" else "time"
     text = f"{name} takes {share_text(stage.share)} of the {whose}"
@@ -368,7 +370,7 @@ def advice_for(profile: Profile, setting: Setting) -> str:
         text += ": " + ", ".join(texts)
     text += ". " + _limit(stage, profile)
 
-    # What to try, which depends on the part that takes most of it.
+    # What to try depends on the part that takes most of this time.
     part = max(stage.parts, key=stage.parts.__getitem__, default=None)
     changes = []
     if part == "actor":
@@ -382,7 +384,7 @@ def advice_for(profile: Profile, setting: Setting) -> str:
 
 def _limit(stage, profile) -> str:
     "A text that says how much faster the whole would be without this stage."
-    # Faster workers save at most the time in which this process waits for them.
+    # Even infinitely fast workers save only the time in which this process waits for them.
     share = stage.share
     if stage.place == "workers":
         waiting = max((x.share for x in profile.stages if x.place == "seam"), default=0.0)
@@ -413,14 +415,15 @@ def _more_workers(profile, setting) -> list:
     The transfer of an item takes up to a millisecond. So items that are collected in a few
     milliseconds are better collected here.
     """
-    # An item is awaited for less than `LONG`, which its transfer from a worker would not repay.
+    # No workers, if an item is awaited for less than `LONG`: its transfer would take longer than
+    # the worker saves.
     if setting.seam is None:
         return []
     seam = profile.stages[setting.seam]
     if seam.awaited < LONG * seam.items_per_s:
         return []
 
-    # There are no free cores, or the workers wait.
+    # No more workers, if there are no free cores, or if the present workers wait
     n = min(setting.cores, max(setting.lanes, setting.workers + 2))
     least_busy = min((x.busy for x in profile.workers), default=1.0)
     if n <= max(1, setting.workers) or least_busy < 0.8:
@@ -441,9 +444,8 @@ def _about_learner(profile, setting) -> str:
 
 
 def _about_handing_over(profile, seam) -> str:
-    """The advice if this process waits for its workers.
-
-    Requests and answers take the time in which no worker collects.
+    """The advice if this process waits for its workers, but they collect for only a small part of
+    that time. The rest goes into requests and answers.
     """
     busy = max((x.busy for x in profile.workers), default=0.0)
     return (

@@ -39,33 +39,34 @@ __all__ = ['GoalRules', 'MergedStep', 'StepMerger', 'steps_ahead', 'Hindsight']
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #4e1676bc
 class GoalRules:
-    """`rules(achieved, desired) -> (reward, terminated)` for steps that reached `achieved`, as if
-    their goals had been `desired`. Nothing is stepped.
+    """`rules(achieved, desired) -> (reward, terminated)` for steps that reached the goals
+    `achieved`, as if their desired goals had been `desired`.
 
-    The goals are numpy arrays `[n, ...]`, the answers `[n]`. They come from the methods of an
-    environment, or of its wrappers, `compute_reward(achieved_goal, desired_goal, info)` and
-    `compute_terminated` (without it, `terminated` is None), as a `GoalEnv` of gymnasium-robotics
-    has. The methods get all steps at once, and `info` is empty. If the answer is no array `[n]`,
-    they get one step after the other. Raises `EnvError`, which names the environment: it has no
-    `compute_reward`, or a method fails.
+    Goals are numpy arrays `[n, ...]`, and the results are arrays `[n]`. No environment is stepped.
+    The results come from two methods of an environment or of its wrappers, which a `GoalEnv` of
+    gymnasium-robotics has: `compute_reward(achieved_goal, desired_goal, info)` and
+    `compute_terminated`. Without the second one, `terminated` is None. The methods get all steps at
+    once, and `info` is empty. If a method does not return an array `[n]`, it gets one step after
+    the other. Raises `EnvError`, which names the environment, if it has no `compute_reward`, or if
+    a method fails.
 
     Args:
-        source: gymnasium id or factory, which makes an environment at the first call, or instance;
-            of a list or vector the first
+        source: gymnasium id or factory, which makes an environment at the first call; or an
+            instance; or a list or vector, of which the first environment is taken
         env_kwargs: keyword arguments for `gymnasium.make`
     """
 
-    _env: Any = None  # the environment, once it is there
+    _env: Any = None  # the environment; None before the first call
 
     def __init__(self, source: Any, env_kwargs: dict | None = None):
         source = source[0] if isinstance(source, (list, tuple)) and source else source
         self.is_lent = hasattr(source, "step") and not isinstance(source, type)
-        self.source = source if self.is_lent else env_factories(source, 1, env_kwargs)[0]
-        self.name = (
-            type(getattr(source, "unwrapped", source)).__name__
-            if self.is_lent
-            else self.source.name
-        )
+        if self.is_lent:
+            self.source = source
+            self.name = type(getattr(source, "unwrapped", source)).__name__
+        else:
+            self.source = env_factories(source, 1, env_kwargs)[0]
+            self.name = self.source.name
 
     def __call__(
         self, achieved: np.ndarray, desired: np.ndarray
@@ -83,15 +84,17 @@ class GoalRules:
         )
 
     def close(self) -> None:
-        """Close the environment that was made here, if there is one.
+        """Close the environment if this object made it.
 
-        The next call makes another one.
+        The next call of the rules makes another one.
         """
         if self._env is not None and not self.is_lent:
             close_env(self._env, self.name)
         self._env = None
 
     def _answers(self, name, achieved, desired):
+        "The results `[n]` of the method `name` of the environment; None if it has no such method."
+        # The method may belong to the environment or to one of its wrappers.
         env = self._env
         if isinstance(env, gym.vector.SyncVectorEnv):
             env = env.envs[0]
@@ -103,17 +106,18 @@ class GoalRules:
         try:
             n, *goal = achieved.shape
 
-            # One call for all steps, if the method can. A method for one step may answer with as
-            # many numbers as a goal has, and these must not be taken for answers to the steps. So
-            # the call has a number of steps that is no size of a goal: some are repeated.
+            # First one call for all steps is tried. A method for a single step may return one
+            # number for each component of a goal, which must not be taken for results of the steps.
+            # So some steps are repeated, until their number differs from all sizes of a goal.
             lengths = range(n, n + len(goal) + 1)
             length = next(k for k in lengths if k not in goal)
-            at = np.arange(length) % max(1, n)
+            step = np.arange(length) % max(1, n)
             if n:
-                answers = np.array(method(achieved[at], desired[at], {}))
-                if answers.shape == at.shape:
+                answers = np.array(method(achieved[step], desired[step], {}))
+                if answers.shape == step.shape:
                     return answers[:n]
 
+            # The method does not take many steps, so it gets one after the other.
             answers = [np.array(method(a, d, {})) for a, d in zip(achieved, desired)]
             return np.array(answers).reshape(n)
         except Exception as e:
@@ -203,8 +207,8 @@ class StepMerger(Pipe):
     A transition begins at every step. It ends after `n` steps, or at the end of the episode or of
     the stream. So no sum contains a reward of the next episode, and the last transitions of an
     episode are shorter. After a truncation `next_state` is the true last observation. After a
-    termination `discount` is 0. The border between two fragments makes no difference. The
-    transitions of an environment come in the order of time. They share memory with the steps.
+    termination `discount` is 0. Transitions may cross the border between two fragments. Those of
+    an environment come in the order of time. They share memory with the steps.
 
     Raises `DataError` if `n < 1`, if `gamma` is not in [0, 1], or if the steps of an environment
     are not successive, as after a filter or a shuffle: place such pipes below this one.
@@ -223,12 +227,13 @@ class StepMerger(Pipe):
         self.gamma = gamma
 
     def stream(self, items: Iterator[Step]) -> Iterator[MergedStep]:
-        # (lane, environment) -> steps at which no transition began so far, and the last step
+        # Two dicts with keys `(lane, environment)`: `waiting` has the steps whose transitions were
+        # not yielded yet, and `newest` the last step.
         state = self.keep(waiting={}, newest={})
         waiting = state["waiting"]
         newest = state["newest"]
 
-        # A resumed iteration may begin amid the last transitions of an episode.
+        # A resumed iteration may have been interrupted between the last transitions of an episode.
         for steps in waiting.values():
             if steps and (steps[-1].terminated or steps[-1].truncated):
                 yield from self._rest(steps)
@@ -276,39 +281,46 @@ def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) ->
     next_slot = store.links.next
     is_first = store.records["fragment.state.fin"]
 
-    # `chain[k][i]` is the `k`-th step after step `i`. There are `count[i]`, with step `i` itself.
-    chain = [slot]
+    # `slots_ahead[k][i]` is the slot of the `k`-th step after step `i`. `count[i]` is the number of
+    # these steps in the same episode, step `i` itself included.
+    slots_ahead = [slot]
     count = np.ones(len(slot), np.int64)
 
-    # Indices of the steps whose episodes go on. A negative slot is that of a row without a step.
-    live = np.arange(len(slot))
-    while len(live):
-        after = next_slot[chain[-1][live]]
-        goes_on = (after >= 0) & ~is_first[np.maximum(after, 0)]
-        live = live[goes_on]
-        count[live] += 1
-        step = np.zeros_like(slot)
-        step[live] = after[goes_on]
-        chain.append(step)
+    # All episodes are followed together, step by step. `unfinished` has the indices of those that
+    # have not reached their end. A negative slot means that no further step is stored.
+    unfinished = np.arange(len(slot))
+    while len(unfinished):
+        after = next_slot[slots_ahead[-1][unfinished]]
+        continues = (after >= 0) & ~is_first[np.maximum(after, 0)]
+        unfinished = unfinished[continues]
+        count[unfinished] += 1
+        slots = np.zeros_like(slot)
+        slots[unfinished] = after[continues]
+        slots_ahead.append(slots)
     n_ahead = rng.integers(count)
-    return np.array(chain)[n_ahead, np.arange(len(slot))]
+    return np.array(slots_ahead)[n_ahead, np.arange(len(slot))]
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #b1a1e36f
 def _with_goal(fragment, b, goal, rew, term):
-    """A fragment `[1, n]` in which the steps `b` `[m]` have other goals and rewards `[m]`.
+    """The fragment `[1, n]` with other goals, rewards and terminations in some of its columns.
 
-    They also have other terminations, unless `term` is None.
+    Args:
+        fragment: [1, n]
+        b: int64 [m]: the columns, in ascending order
+        goal: [m, ...]: their desired goals
+        rew: float32 [m]: their rewards
+        term: bool [m]: their terminations; None: they do not change
     """
     state = fragment.state
     final = fragment.final
 
-    # Row 1 may be the first one of another episode, which has its own goal.
+    # If the step ended its episode, row 1 is the first row of the next episode, and keeps its goal.
     desired = state.obs["desired_goal"].clone()
     goes_on = ~state.fin[1, b]
     desired[0, b] = goal
     desired[1, b[goes_on]] = goal[goes_on]
 
-    # The goal belongs to the true last observation, too.
+    # True last observations of these columns also get the new goal.
     last_desired = final.obs["desired_goal"].clone()
     has_new_goal = torch.isin(final.b, b)
     last_desired[has_new_goal] = goal[torch.searchsorted(b, final.b[has_new_goal])]
@@ -332,16 +344,17 @@ def _after(fragment: Fragment, name: str) -> Tensor:
 
 
 class Hindsight(Pipe):
-    """Replace goals of sampled steps by goals that were achieved later in the same episode.
+    """Replace goals of sampled steps by goals that were achieved later in the same episode, and
+    compute their rewards again.
 
-    Their rewards follow from the new goals. Source: Andrychowicz et al. 2017, *Hindsight experience
-    replay*, https://arxiv.org/abs/1707.01495, strategy "future".
+    Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
+    https://arxiv.org/abs/1707.01495, strategy "future".
 
-    If an episode has not ended yet, its steps so far count. If `rules` gives no terminations, they
-    stay as they were. A step that ended an episode, and does not terminate with its new goal, leads
-    to the true last observation. Samples have no infos and no reports of the actor, which would be
-    those of the old goal. A priority is that of a step with the goal that it had last. The memory's
-    generator draws the goals.
+    If an episode has not ended yet, a goal is drawn from its steps so far. If `rules` gives no
+    terminations, steps keep theirs. A step that ended an episode, but does not terminate with its
+    new goal, leads to the true last observation. Samples have no infos and no reports of the actor,
+    because these belong to the old goal. The goals are drawn with the generator of the memory. The
+    priority of a step comes from its last sample, which may have had another goal.
 
     Raises `DataError` for steps without goals or true last observations, for segments of more than
     one step, for actors with memory, and if `rules` gives other rewards or terminations than the
@@ -383,7 +396,8 @@ class Hindsight(Pipe):
         fragment = sample.fragment._replace(actor={}, env={})
         fragment = fragment._replace(final=fragment.final._replace(actor={}))
 
-        # The steps that get another goal, and the goals that were achieved later
+        # A step keeps its goal with probability 1 / (n_sampled_goal + 1). The others get a goal
+        # that was achieved later.
         keeps_goal = rng.random(fragment.n_envs) * (self.n_sampled_goal + 1) < 1
         b = (~keeps_goal).nonzero()[0]
         slot = steps_ahead(
@@ -424,7 +438,7 @@ class Hindsight(Pipe):
         if nested.leaves(fragment.hx):
             refuse("actors with memory are not supported", "hx", "()", fragment.hx)
 
-        # Achieved and desired goals must have one form.
+        # Achieved and desired goals must have the same shape, and both be floats or of one dtype.
         obs = fragment.state.obs
         goals = []
         if isinstance(obs, dict):

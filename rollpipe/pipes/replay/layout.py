@@ -158,7 +158,8 @@ class FragmentLayout:
         _, self.structure = nested.flatten(example)
         self.fields = fields_of(example, "fragment")
 
-        # For each field, the index of its records among the five `parts` in `unpack`
+        # Fields are read from five arrays of records, the `parts` in `unpack`. Each field is paired
+        # with the index of its array.
         part = self.fields.map(
             rows=lambda _: 0,
             steps=lambda _: 1,
@@ -168,7 +169,7 @@ class FragmentLayout:
         )
         self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))
 
-        # The fields of each kind of record
+        # Names of the attributes of a fragment -> the fields of their leaves
         kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ("final",), ("hx",)
         self.kinds = {}
         for names in kinds:
@@ -274,8 +275,9 @@ class FragmentLayout:
         for name in records.dtype.names:
             into[name] = records[name]
 
-        # The mask of an info that all records had is True for every valid step. Any other info that
-        # is missing is nan or 0.
+        # An info that the old layout has may get its mask now, because from now on some steps lack
+        # the info. All earlier valid steps have it. Any other field that the old layout lacks is
+        # filled with nan or 0.
         masks = {f"_{key}" for key in before.example.env}
         for key, fields in self.fields.env.items():
             if key in before.example.env:
@@ -338,6 +340,7 @@ class Ring:
 
     def serial(self, slot: np.ndarray) -> np.ndarray:
         "Serial numbers of the items that are now in these slots."
+        # The difference says how many items ago the slot was written.
         newest = self.next_serial - 1
         return newest - (newest - slot) % self.capacity
 
@@ -353,7 +356,7 @@ class SideTable:
     """
 
     def __init__(self, dtype: np.dtype):
-        # Numbers of the records that are free; the last one is used first
+        # Numbers of the free records, of which the last in the list is used first
         self.free = []
         self.replace(np.zeros(0, dtype))
 
@@ -364,7 +367,7 @@ class SideTable:
         self.changes.mark(slice(0, len(records)))
 
     def get_state(self) -> dict:
-        "All but the records."
+        "The number of records and the free numbers, without the records."
         return dict(n=len(self.records), free=np.array(self.free, np.int64))
 
     def set_state(self, state: dict) -> None:
@@ -401,7 +404,7 @@ class SideTable:
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #d0927fe6
 def _in_use(file):
-    "The error for a folder that another memory has."
+    "The error for a folder that another memory has locked."
     return DataError(
         f"{file} is in use by another memory",
         got="a second one",
@@ -433,7 +436,7 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
                 errno.ENOSPC,
                 os.strerror(errno.ENOSPC),
             )
-        # Format version 3 allows any letters in names.
+        # Version 3 of the format allows any letters in names of fields, such as keys of infos.
         records = np.lib.format.open_memmap(
             file,
             "w+",
@@ -456,8 +459,8 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
 def _is_ours(file) -> bool:
     """Has a memory made this file?
 
-    It has version 3 of numpy's format, and `numpy.save` would have written another one. A kill may
-    have left it empty.
+    A memory writes version 3 of numpy's format, and `numpy.save` usually another one. An empty file
+    counts, because a memory that was killed may have left it.
     """
     with open(file, "rb") as f:
         return f.read(7) in (b"", b"\x93NUMPY\x03")
@@ -483,9 +486,9 @@ def _allocate(f, start, size):
 class Place:
     """Room for records.
 
-    A folder is created if needed, and locked until the `Place` is closed or garbage-collected, or
-    its process ends. In a forked process it is closed. `records` raises `DataError` for a folder in
-    use, and if there is not enough room.
+    A folder is created if needed. It is locked until the `Place` is closed or garbage-collected, or
+    until its process ends. A forked process closes its copy of the `Place`. `records` raises
+    `DataError` for a folder in use, and if there is not enough room.
 
     Args:
         path: a folder; None: in memory
@@ -523,7 +526,7 @@ class Place:
             raise
 
     def _lock(self, folder):
-        "Create and lock the folder. Without locks on this system, it is not protected."
+        "Create and lock the folder. On a system that has no locks, it is not protected."
         folder.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(folder, os.O_RDONLY)
@@ -545,7 +548,7 @@ class Place:
         )
 
     def close(self) -> None:
-        "Release the folder. The records stay usable, in a file that has no name any more."
+        "Release the folder and remove the file. Records that are in use stay usable."
         if self.lock is not None:
             self.lock()
         self.lock = None

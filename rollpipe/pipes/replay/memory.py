@@ -82,7 +82,7 @@ class SumTree:
         node = self.first_leaf + index
         self.nodes[node] = priority
 
-        # The sums above these leaves, level by level
+        # The sums above these leaves are computed again, level by level.
         for _ in range(self.depth):
             node = node >> 1
 
@@ -109,8 +109,8 @@ class SumTree:
         Args:
             sums: [n], each in [0, total)
         """
-        # From the root down, one level for all searches at a time. A search goes right if its sum
-        # is not within the left child, whose sum is then behind it.
+        # All searches go down from the root together, one level at a time. A search goes to the
+        # right child if its sum exceeds that of the left child, and then subtracts the latter.
         node = np.ones(len(sums), np.int64)
         sums = np.array(sums)
         for _ in range(self.depth):
@@ -137,7 +137,7 @@ class UniformSampler:
         self.starts = np.zeros(capacity, bool)
         self.changes = RowChanges(self.starts)
         self.n_segments = 0
-        # The slots in which segments begin; None: not listed
+        # The slots in which segments begin, as `draw` has listed them; None: the list is outdated
         self.listed = None
 
     def add(self, slot: np.ndarray) -> None:
@@ -165,7 +165,8 @@ class UniformSampler:
         def any_slots(n):
             return self.rng.integers(n_filled, size=n)
 
-        # If segments begin in most slots, rejection is fast. Otherwise these slots are listed.
+        # If segments begin in most slots, it is fast to draw any slots, and to draw again where no
+        # segment begins. Otherwise the slots with segments are listed.
         if 2 * self.n_segments >= n_filled:
             return self._accepted(any_slots(n), any_slots)
         if self.listed is None:
@@ -182,11 +183,11 @@ class UniformSampler:
         return torch.ones(len(slot))
 
     def rows(self) -> dict:
-        "Name -> large array and its `RowChanges`."
+        "Name -> `(array, its RowChanges)`, for large arrays."
         return dict(starts=(self.starts, self.changes))
 
     def get_state(self) -> dict:
-        "All but the `rows`."
+        "The state without the `rows`."
         return dict(n_segments=self.n_segments, generator=self.rng.bit_generator.state)
 
     def set_state(self, state: dict) -> None:
@@ -196,7 +197,7 @@ class UniformSampler:
         self.listed = None
 
     def _accepted(self, slot, draw):
-        "`slot`, drawn again with `draw(n)` where no segment begins."
+        "The slots `slot`. Where no segment begins, another is drawn with `draw(n)`."
         accepted = self.starts[slot]
         while not accepted.all():
             slot[~accepted] = draw(len(slot) - int(accepted.sum()))
@@ -235,8 +236,8 @@ class PrioritizedSampler(UniformSampler):
         part = total / n
         strata = (np.arange(n) + self.rng.random(n)) * part
 
-        # Rounding may give a slot after the last segment. No segment begins there, so it is drawn
-        # again.
+        # Rounding may give a slot after the last segment. No segment begins there, so another slot
+        # is drawn.
         def any_slots(n):
             return self.tree.find(self.rng.random(n) * total)
 
@@ -245,12 +246,14 @@ class PrioritizedSampler(UniformSampler):
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
         """Importance weights, float32 `[n]`.
 
-        They are the probability to the power `-beta`, divided by the maximum of these weights.
+        A weight is the probability of the segment to the power `-beta`, divided by the largest
+        weight of these slots.
 
         Args:
             slot: int64 [n]: drawn slots
             beta: exponent; 1: full correction of the bias
         """
+        # The least priority has the largest weight. The sum of all priorities cancels out.
         priority = self.tree[slot]
         return torch.from_numpy(((priority.min() / priority) ** beta).astype(np.float32))
 
@@ -316,7 +319,7 @@ class PendingSegments:
         offsets = np.arange(starts.shape[1])
         n_steps = steps.serial.shape[1]
 
-        # Without a gap, earlier segments may become complete.
+        # If there is no gap, these steps may complete earlier segments.
         if steps.follows:
             before = self.lanes[steps.lane]
             starts = np.concatenate([before.starts, starts], 1)
@@ -447,8 +450,8 @@ class ReplayMemory:
         check_fraction("alpha", alpha, pipe=self)
         check_fraction("beta", beta, pipe=self)
 
-        # With stacks, a segment begins with the steps of the earlier frames. Samples are without
-        # these steps.
+        # With stacks, a stored segment has `frames - 1` more steps at its beginning, for the
+        # earlier frames of its first stack. Samples are returned without these steps.
         self.span = self.length + self.frames - 1
         if self.span > self.capacity:
             raise DataError(
@@ -458,7 +461,8 @@ class ReplayMemory:
                 got=f"capacity={self.capacity}",
             )
 
-        # The least memory that steps need, unless they are in a file, and that of priorities
+        # The smallest number of bytes that a step can need in memory: those of its priority, and of
+        # the step itself, unless it is in a file
         bytes_of_step = 16 if prioritized else 0
         if path is None:
             bytes_of_step += LEAST_BYTES
@@ -496,7 +500,8 @@ class ReplayMemory:
     def add(self, fragment: Fragment) -> None:
         "Store a copy of a `Fragment`. Raises `DataError`."
         check_item(fragment, Fragment, self)
-        # Most lanes have no restarts, and all records need the same fields.
+        # `restarts` are dropped, because most fragments have none, and all records need the same
+        # fields.
         fragment = fragment._replace(restarts=None)
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError(
@@ -519,7 +524,8 @@ class ReplayMemory:
                 )
             replaced, added = self.store.add(fragment)
 
-        # Segments that lost their first step go, and those that became complete can be drawn.
+        # Segments whose first step was replaced are removed. Those that became complete are offered
+        # for drawing.
         self.sampler.remove(replaced)
         for steps in added:
             self._offer(self.pending.add(steps))
@@ -547,8 +553,8 @@ class ReplayMemory:
         """
         store = self.store
         slot = store.ring.slot(serial[serial >= store.ring.oldest])
-        # A segment that may begin anywhere must begin with a valid step. One that begins at row 0
-        # of a fragment needs any valid step.
+        # A segment that begins at row 0 of a fragment needs at least one valid step. Any other
+        # segment needs a valid first step, which comes after the steps of the earlier frames.
         if store.keep_hx:
             valid = store.valid[store.links.chain(slot, self.length)].any(0)
         else:
@@ -638,7 +644,7 @@ class ReplayMemory:
                 got=str(small["settings"]),
             )
 
-        # The small parts, which give the large arrays their sizes, then these arrays
+        # The small parts come first, because they determine the sizes of the large arrays.
         store = small["store"]
         if store is not None:
             restore_store(self.begin(store["example"]), store)
@@ -657,7 +663,7 @@ class ReplayMemory:
         return {name: getattr(self, name) for name in names}
 
     def _rows(self):
-        "Name -> large array and its `RowChanges`."
+        "Name -> `(array, its RowChanges)`, for all large arrays."
         rows = self.sampler.rows()
         if self.store is not None:
             rows |= store_rows(self.store)

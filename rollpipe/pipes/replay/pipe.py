@@ -53,10 +53,10 @@ class Replay(Seeded, Pipe):
 
     Each iteration has a new memory. See `ReplayMemory` for its arguments.
 
-    Raises `DataError` for arguments that are out of range or too large for the available memory,
-    and if a memory was filled twice and has no segment. If more than half of its rows are agents at
-    rest, it waits longer. Raises `GraphError` if this pipe is above `Lanes`, because all lanes
-    share one memory.
+    Raises `DataError` for arguments that are out of range or too large for the available memory.
+    Also raises it if the memory was filled twice and still has no complete segment, unless more
+    than half of its rows are agents at rest. Raises `GraphError` if this pipe is above `Lanes`,
+    because all lanes share one memory.
 
     >>> import torch
     >>> from rollpipe.pipes.graph.torchdata import IterableWrapper
@@ -73,8 +73,8 @@ class Replay(Seeded, Pipe):
         capacity: maximum number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        warmup: number of steps in the memory before the first sample; a full memory has fewer steps
-            if some rows are no steps, and that is enough
+        warmup: number of steps in the memory before the first sample; a full memory is also enough,
+            because it may have fewer steps, if some of its rows are no steps
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
@@ -90,7 +90,8 @@ class Replay(Seeded, Pipe):
     """
 
     reads = 1
-    # x -> list of the x of all ranks, which draw equally often
+    # x -> list of the x of all ranks. Ranks compare their steps with it, so that all draw the same
+    # number of samples. Here there is one rank; `ranks.division` puts in the function of several.
     gathered: Any = staticmethod(lambda x: [x])
     # the folder with the chunks of the `restored` state, see `set_state`
     chunks: ChunkFolder | None = None
@@ -128,7 +129,8 @@ class Replay(Seeded, Pipe):
         self.length = length
         self._check_ratio()
 
-        # A memory checks its arguments. Integers of numpy become those of Python.
+        # The constructor of a memory checks these arguments, and turns integers of numpy into those
+        # of Python.
         memory = self._new_memory()
         self.capacity = memory.capacity
         self.length = memory.length
@@ -145,7 +147,8 @@ class Replay(Seeded, Pipe):
     def divide(self, n: int) -> None:
         """Become one of `n` memories that share the capacity and the batch size.
 
-        Ranks of a data-parallel training do so. Raises `DataError`.
+        The ranks of a data-parallel training call this. Raises `DataError` if the memory has
+        priorities or a folder, or if `n` does not divide the batch size.
 
         Args:
             n: number of ranks
@@ -166,7 +169,7 @@ class Replay(Seeded, Pipe):
                 expected=f"a multiple of {n}",
                 got=str(self.batch_size),
             )
-        # The warm-up is rounded up, and must still fit.
+        # The warm-up is rounded up, but not beyond the capacity.
         self.batch_size //= n
         self.capacity //= n
         self.warmup = min(-(-self.warmup // n), self.capacity)
@@ -179,13 +182,14 @@ class Replay(Seeded, Pipe):
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
         with closing(self._new_memory()) as memory:
-            # An older iterator is invalid now, but its memory may still hold the folder.
+            # An older iterator of this pipe is invalid now, but its memory may still lock the
+            # folder.
             older = _newest.pop(id(self), None)
             if older is not None:
                 older.close()
             _newest[id(self)] = memory
 
-            # `keep` clears `restored`, so the memory gets its state before.
+            # This comes before `keep`, which sets `restored` to None.
             if self.restored is not None:
                 memory.set_state(self.restored["replay"], self.chunks)
 
@@ -195,12 +199,12 @@ class Replay(Seeded, Pipe):
                 if k == 0:
                     self._check_samples(memory.bytes_of_step)
 
-                # All ranks draw, or none
+                # Samples are drawn only if the memories of all ranks are warm.
                 of_ranks = self.gathered((int(fragment.valid.sum()), self._is_warm(memory)))
                 n = self.n_batches if all(is_warm for _, is_warm in of_ranks) else 0
 
-                # As many samples as the steps so far call for. Rounding may make a product too
-                # small.
+                # With a ratio, the steps since the warm-up say how many samples are due in all. A
+                # small number is added, because rounding may make the product too small.
                 if self.samples_per_step is not None and n:
                     counts["n_steps"] += sum(n_steps for n_steps, _ in of_ranks)
                     n_due = int(self.samples_per_step * counts["n_steps"] + 1e-6)
@@ -273,12 +277,13 @@ class Replay(Seeded, Pipe):
 
     def _is_warm(self, memory):
         "Are there enough steps to sample from? Raises `DataError` if there never will be."
-        # Number of rows so far, also of those that are no steps
+        # Number of rows that were ever stored, including rows that are no steps
         n_rows = memory.store.ring.next_serial
         if memory.sampler.n_segments:
             return len(memory) >= self.warmup or n_rows >= self.capacity
 
-        # If fewer rows are steps, agents may have rested so far.
+        # A memory that was filled twice without a segment will never have one. But if more than
+        # half of its rows are no steps, agents may be at rest, and segments may still come.
         if n_rows >= 2 * self.capacity and 2 * len(memory) >= self.capacity:
             raise DataError(
                 "no segment is complete before its first step is replaced",

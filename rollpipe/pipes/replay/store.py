@@ -23,8 +23,9 @@ class AddedSteps(NamedTuple):
     """The steps of one lane that have been stored.
 
     Args:
+        lane: number of the lane
         serial: int64 [B, T]: serial numbers of the steps
-        follows: True: they follow the last steps that were added before from this lane
+        follows: do these steps directly follow the last steps that this lane has added before?
     """
 
     lane: int
@@ -36,9 +37,9 @@ class _LaneEnd(NamedTuple):
     """The last steps that have arrived from a lane.
 
     Args:
-        seq: number of its last fragment
-        stepno: int64 [B]: step numbers of the row after its last steps
-        serial: int64 [B]: serial numbers of its last steps
+        seq: number of the lane's last fragment
+        stepno: int64 [B]: step numbers of the row after the lane's last steps
+        serial: int64 [B]: serial numbers of the lane's last steps
     """
 
     seq: Any
@@ -54,12 +55,13 @@ class StepLinks:
     Args:
         ring: the ring of the records
         dtype: dtype of a record
-        past: fields of a record that tell of the step before
-        obs: fields of its observation
-        fin: the field that tells whether the step before ended an episode
+        past: names of the fields with the result of the previous step: action, reward, ends
+        obs: names of the fields of the observation
+        fin: name of the field that says whether the previous step ended an episode
     """
 
-    # True: the next episode of a lane follows one that ended, also if they are whole episodes
+    # May a new episode follow an ended one of the same lane, although the numbers of fragments do
+    # not say so? True for whole episodes, each of which is a fragment.
     episodes_follow = False
 
     def __init__(self, ring: Ring, dtype: np.dtype, past: list, obs: list, fin: str):
@@ -117,13 +119,14 @@ class StepLinks:
     ) -> AddedSteps:
         """Link the new steps of a lane to its older steps, if the new steps follow directly.
 
-        They follow in number and step, and with the observation that the older ones led to. A lane
-        whose columns were shuffled, or one of another recording, may have the right numbers by
-        chance. With `episodes_follow`, another episode follows where the older steps ended one.
+        They follow if the numbers of the fragments and of the steps do, and if the first new
+        observation is the one that the older steps led to. Numbers alone are not enough: they may
+        be right by chance in a lane of another recording, or if the columns of a lane were
+        shuffled. With `episodes_follow`, a new episode may follow where the older steps ended one.
 
-        Then their first record gets the `past` of the look-ahead row that it replaces. Its own may
-        be another one: `Fragment.from_steps` does not know it, and a pipe that changes rewards may
-        not have changed that of row 0.
+        The first record of the new steps takes the place of the look-ahead row, and gets its
+        `past`. The record's own `past` may be wrong: `Fragment.from_steps` does not know it, and a
+        pipe that changes rewards may have left out that of row 0.
 
         Args:
             lane: number of the lane
@@ -146,25 +149,31 @@ class StepLinks:
         return AddedSteps(lane, serial, follows)
 
     def _link(self, end, seq, serial, stepno, records):
-        "Link new steps to the older ones that end with `end`, and return True, if they follow."
-        # Older steps that were not replaced yet, the steps that may follow them, and the look-ahead
+        """Link new steps to the older ones that end with `end`, if they follow.
+
+        Returns True if they follow. Arguments are those of `join`.
+        """
+        # Of the environments whose last step is still in the ring: the slots of this step and of
+        # the first new step, and the look-ahead row
         in_ring = end.serial >= self.ring.oldest
         last = self.ring.slot(end.serial[in_ring])
         first = self.ring.slot(serial[in_ring, 0])
         ahead = self.look_ahead.records[-1 - self.next[last]]
 
-        # Step numbers and observations must agree, except where another episode may follow.
-        may_begin = ahead[self.fin] & (stepno[0, in_ring] == 0)
-        goes_on = ~(may_begin & self.episodes_follow)
+        # Step numbers and observations must agree, except where a new episode may follow.
+        begins_episode = ahead[self.fin] & (stepno[0, in_ring] == 0)
+        must_agree = ~(begins_episode & self.episodes_follow)
         compared = np.ones(len(serial), bool)
-        compared[in_ring] = goes_on
+        compared[in_ring] = must_agree
+
+        # Without numbers of fragments, steps within an episode may come from anywhere.
         if seq is None and compared.any():
             return False
         if not np.array_equal(end.stepno[compared], stepno[0, compared]):
             return False
         for field in self.obs:
-            obs = records[field][first[goes_on]]
-            if obs.tobytes() != ahead[field][goes_on].tobytes():
+            obs = records[field][first[must_agree]]
+            if obs.tobytes() != ahead[field][must_agree].tobytes():
                 return False
 
         records[self.past][first] = ahead[self.past]
@@ -221,7 +230,7 @@ class StepStore:
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
 
-        # The links compare observations, and copy what tells of the step before.
+        # The links compare observations, and copy the result of the previous step.
         state = self.layout.fields.state
         past = nested.leaves((state.act, state.rew, state.fin, self.layout.fields.term))
         self.links = StepLinks(
@@ -234,7 +243,7 @@ class StepStore:
         self.finals = SideTable(self.layout.final_type)
         self.hxs = SideTable(self.layout.hx_type)
 
-        # Forms of fragments that have passed the check
+        # The forms (`nested.Form`) of fragments that have passed `_check`
         self.checked = set()
         # Number of valid steps in the ring
         self.n_valid = 0
@@ -274,16 +283,16 @@ class StepStore:
         added = []
         begin = 0
         for lane, seq, columns in lanes:
-            env = slice(begin, begin + columns.stop - columns.start)
+            end = begin + columns.stop - columns.start
             steps = self.links.join(
                 lane,
                 seq,
-                serial[env],
-                stepno[:, env],
+                serial[begin:end],
+                stepno[:, begin:end],
                 self.records,
             )
             added.append(steps)
-            begin = env.stop
+            begin = end
         return replaced, added
 
     def _with_all_infos(self, fragment):
@@ -294,12 +303,14 @@ class StepStore:
         known = self.layout.example.env
         if not (isinstance(known, dict) and isinstance(fragment.env, dict)):
             return fragment
-        new, env = same_keys([known, fragment.env], [torch.tensor(True), fragment.valid])
-        if new.keys() == known.keys():
-            new = known
-        new, env = _same_dtypes(new, env)
-        if new is not known:
-            self._widen(FragmentLayout(self.layout.example._replace(env=new)))
+        # The example of the stored infos, and the infos of the fragment, with the same keys and
+        # dtypes. Containers that need no change stay the same objects.
+        example, env = same_keys([known, fragment.env], [torch.tensor(True), fragment.valid])
+        if example.keys() == known.keys():
+            example = known
+        example, env = _same_dtypes(example, env)
+        if example is not known:
+            self._widen(FragmentLayout(self.layout.example._replace(env=example)))
         return fragment if env is fragment.env else fragment._replace(env=env)
 
     def _widen(self, layout):
@@ -378,6 +389,7 @@ class StepStore:
             slot: int64 [n]: slots of the first steps
             n_steps: `T`
         """
+        # `clip` reads any record for a negative number; that record is replaced below.
         chain = self.links.chain(slot, n_steps + 1)
         records = self.records.take(chain, mode="clip")
 
@@ -391,6 +403,7 @@ class StepStore:
 
 # %% ../../../nbs/pipes/24_replay/02_store.ipynb #7708bc7a
 def _tables(store):
+    "Name -> side table of a store."
     tables = dict(finals=store.finals, look_ahead=store.links.look_ahead)
     if store.keep_hx:
         tables["hxs"] = store.hxs
@@ -398,7 +411,7 @@ def _tables(store):
 
 
 def store_rows(store: StepStore) -> dict:
-    "Name -> large array of a store and its `RowChanges`."
+    "Name -> `(array, its RowChanges)`, for the large arrays of a store."
     rows = dict(
         records=(store.records, store.changes), next=(store.links.next, store.links.changes)
     )
@@ -408,10 +421,10 @@ def store_rows(store: StepStore) -> dict:
 
 
 def store_state(store: StepStore) -> dict:
-    """All but the rows.
+    """The state of a store without the `store_rows`.
 
-    A new store that is constructed with its `example` has the same records, also after infos have
-    appeared.
+    To restore it, construct a new store with the `example` in it: that has all infos that have
+    appeared so far, so the new store has the same type of records.
     """
     lanes = {}
     for lane, end in store.links.lanes.items():
@@ -430,7 +443,7 @@ def store_state(store: StepStore) -> dict:
 
 
 def restore_store(store: StepStore, state: dict) -> None:
-    "Continue with a new store from a `store_state`. Afterwards its rows have to be restored."
+    "Let a new store continue from a `store_state`. The caller then restores its `store_rows`."
     store.ring.next_serial = state["next_serial"]
     store.n_valid = state["n_valid"]
     store.links.lanes = state["lanes"]
