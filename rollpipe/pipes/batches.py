@@ -32,7 +32,7 @@ from .data.fragment import Fragment, Tick, check_item
 from .data.fragment_ops import columns, is_cut, join, pieces, transitions, unstacked
 from .fragments import Destination
 from .graph.edits import short_repr
-from .graph.modules import EvalMode
+from .graph.modules import EvalMode, checked_device
 from .graph.pipe import Pipe, Seeded
 from .graph.torchdata import IterDataPipe
 
@@ -587,7 +587,7 @@ class ToDevice(Pipe):
         super().__init__(pipe)
         try:
             torch.device(device)
-        except RuntimeError as e:
+        except (RuntimeError, TypeError) as e:
             raise DataError(
                 "unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)
             ) from e
@@ -601,14 +601,7 @@ class ToDevice(Pipe):
         return f"it has read {self.ahead} items ahead, whose transfers have begun"
 
     def stream(self, items: Iterator) -> Iterator:
-        device = torch.device(self.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise DataError(
-                "no such device here",
-                pipe=self,
-                expected="CUDA",
-                got=str(device),
-            )
+        device = checked_device(self.device, pipe=self)
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         # Copies that have begun, with their events, oldest first
