@@ -32,7 +32,10 @@ from .factories import space_spec
 class Row(NamedTuple):
     """One row of `Rows`, seen as arrays `[B, ...]` and as tensors `[1, B, ...]`.
 
+    The fields with `tensor` in their name are the tensors, which share the memory of the arrays.
+
     Args:
+        obs: observations, nested arrays
         leaves: the leaves of `obs`
         rew: float32
         stepno: int64
@@ -100,7 +103,8 @@ def _obs_fields(obs):
         if isinstance(obs, np.ndarray):
             return split(obs)
         leaves, spec = nested.flatten(obs)
-        return [spec.unflatten(leaves_of_row) for leaves_of_row in zip(*map(split, leaves))]
+        rows_of_leaves = map(split, leaves)
+        return [spec.unflatten(leaves_of_row) for leaves_of_row in zip(*rows_of_leaves)]
 
     arrays = split_by(list)
     return zip(
@@ -123,18 +127,19 @@ class Rows:
     In new memory, `fin` and `term` are False.
 
     Args:
-        like: one state, numpy `[B, ...]`, which defines structure, shapes and dtypes; without
-            memory for actions if `act` is `()`
+        like: one state, numpy `[B, ...]`, which defines structure, shapes and dtypes; if its `act`
+            is `()`, the rows have no memory for actions
         n: number of rows
-        empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
+        empty: function that allocates an uninitialised array, called as `empty(shape, dtype)`
         **where: context for error messages: pipe, lane
     """
 
-    # The fields that an actor reads, so environments write them at each step. An engine that knows
-    # its actor names fewer; `settle` may write the others later, for many steps at once.
+    # The fields that an actor reads. Environments write them at each step. An engine may set fewer
+    # fields if its actor does not read all. `settle` then writes the others, for many steps at
+    # once.
     reads = State._fields
-    # Most rows for which an engine makes `rows`, an object for each row, at once. It divides longer
-    # memory by `part`.
+    # Maximum number of `Row` objects that an engine makes at once. It divides longer memory by
+    # `part`.
     MANY = 1024
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):
@@ -172,7 +177,7 @@ class Rows:
         return part
 
     def put(self, t: int, state: State, term: Any = False) -> None:
-        """Copy a state into row `t`, for which memory is made if there is none.
+        """Copy a state into row `t`. If the memory ends before row `t`, make it longer.
 
         Raises `DataError` if the structure or a shape differs, or if a dtype does not fit.
 
@@ -201,7 +206,7 @@ class Rows:
         self.term[t] = term
 
     def put_act(self, t: int, act: Any) -> None:
-        """Copy the action `[B, ...]` that led to row `t`, if there is memory for actions.
+        """Copy the action `[B, ...]` that led to row `t`, unless the rows have no memory for it.
 
         Raises `DataError` if its dtype does not fit.
         """
@@ -231,6 +236,7 @@ class Rows:
         return nested.map(first_rows, self.state)
 
     def _write(self, out, t, x):
+        "Copy `x` into row `t` of the leaf `out`. Raises `DataError` if the kind of number differs."
         if x.dtype != out.dtype and not np.can_cast(x.dtype, out.dtype, "same_kind"):
             raise DataError(
                 "the dtype changes within a fragment",
@@ -241,6 +247,8 @@ class Rows:
         out[t] = x
 
     def _grow(self):
+        "Double the number of rows."
+
         def longer(x):
             return np.concatenate([x, np.zeros_like(x)])
 
@@ -277,7 +285,7 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
 def _parts_of(x, like):
     """`(path, part of x, leaf of like)` for the arrays and the lists of numbers that `x` has.
 
-    A part of `like` that `x` lacks, or that has no numbers there, is left out.
+    Leaves of `like` are left out if `x` lacks the part, or if the part is not made of numbers.
     """
     for accessor, leaf in zip(optree.tree_accessors(like), nested.leaves(like)):
         try:
@@ -339,7 +347,8 @@ def put_obs(x: Any, like: Any, leaves: list, at: Any) -> None:
 def last_obs(x: Any, like: Any) -> Any:
     """A copy of `x`, read by `read_obs`.
 
-    Raises `EnvError` unless its numbers are finite, because the check of rows misses it.
+    Raises `EnvError` unless its numbers are finite. The check of rows does not see them, because
+    this observation is in no row.
 
     Args:
         x: true last observation of one environment, as the environment returns it
@@ -402,7 +411,7 @@ class _Naming:
 
 
 class Played:
-    "An environment whose resets, steps and answers are told to its `Kept`."
+    "An environment that reports its resets, steps and answers to its `Kept`."
 
     def __init__(self, env: Any, kept: Any):
         self.env = env
@@ -425,30 +434,30 @@ class Played:
 
 
 def played(env: Any, kept: Any, keeper: Any) -> Any:
-    "The environment as a batch plays it: a `Played`, if the `keeper` has to know what is done."
+    "The environment that a batch steps: a `Played` if the `keeper` logs resets and steps."
     return Played(env, kept) if keeper is not None and keeper.logs else env
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #99f21bcd
 class Batch:
     """What all batches of `B` environments share.
 
-    Subclasses call `_prepare` and define `name`, `reset_into`, `step_into` and `close`. `reset` and
-    `step` are for callers that need no rows of their own: nothing that they return is overwritten.
+    Subclasses call `_prepare` and define `name`, `reset_into`, `step_into` and `close`. Callers
+    without rows of their own use `reset` and `step`, which never overwrite an earlier result.
 
-    `where` (pipe, lane) is the context of error messages. The spaces and `act_spec` are those of
-    one environment.
+    The attribute `where` (pipe, lane) is the context of error messages. The spaces and `act_spec`
+    are those of one environment.
     """
 
     AT_ONCE = 64  # steps for which `rows` are allocated
-    MAX_BYTES = 2**20  # largest size of their observations [bytes]
+    MAX_BYTES = 2**20  # maximum size of the observations in `rows` [bytes]
     where: dict
     # Device of the tensors
     device = torch.device("cpu")
     # True: rows are page-locked, so that transfers to an accelerator need not wait
     pinned = False
-    # Makes the function behind `actions`
+    # Function of an action space and `clip`, which makes the function that `actions` calls
     _action_converter = staticmethod(action_batch)
-    # bool [B], or for all: False where the next step is no transition
+    # False where the next step is no transition: bool [B], or one bool for all environments
     acting: Any = True
     # True: the final observations of an outcome hold those of terminated episodes too
     terminal_obs = False
@@ -465,7 +474,7 @@ class Batch:
         self._range_check = RangeCheck(obs_space, "obs")
         self._all = np.ones(n_envs, bool)
 
-        # The rows of `step`, and the number of the present row; None: `reset` comes first
+        # The rows of `step`, and the number of the present row; None before the first `reset`
         self._at = None
 
     def __len__(self):
@@ -478,13 +487,14 @@ class Batch:
     def reset_into(self, row: Row) -> None:
         """Reset every environment, and write the first observations into `row`.
 
-        There `fin` is True, and `rew` and `stepno` are 0.
+        In this row `fin` is True, and `rew` and `stepno` are 0.
         """
         raise NotImplementedError
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
-        """Step every environment with its action, and write what follows into row `t + 1`, whose
-        `fin` and `term` are False before.
+        """Step every environment with its action, and write the results into row `t + 1`.
+
+        Before the call, `fin` and `term` of row `t + 1` are False.
 
         Args:
             rows: row `t` has the step numbers before this step
@@ -505,14 +515,14 @@ class Batch:
     def get_state(self) -> dict:
         """What the next steps depend on.
 
-        Raises `EnvError` if the environments have no `Keeper`, or if theirs keeps nothing.
+        Raises `EnvError` if the environments have no `Keeper`, or if it cannot keep their state.
         """
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def set_state(self, state: dict) -> None:
-        """Go on from what `get_state` of such a batch returned, without a reset.
+        """Continue from a state that `get_state` of such a batch returned, without a reset.
 
-        Raises `EnvError`, which names what does not fit.
+        Raises `EnvError`, which names the part of the state that does not fit.
         """
         raise EnvError("the state of these environments is not kept", **self.where)
 
@@ -555,15 +565,16 @@ class Batch:
             raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
         rows, t = self._at
 
-        # Full rows are followed by new ones, whose row 0 is the present one. It is not copied: the
-        # new list of `Row`s gets the former object, which shows the former memory.
+        # If the rows are full, allocate new ones. Their row 0 must be the present row. It is not
+        # copied: the new list gets the former `Row` object, which views the former memory.
         if t + 1 == len(rows):
             present = rows.rows[t]
             rows = self.rows()
             t = 0
             rows.rows[0] = present
 
-        # The error of `settle` wins, also if the step fails: it is that of an earlier step.
+        # If both `step_into` and `settle` fail, raise the error of `settle`, because it is the
+        # error of an earlier step.
         try:
             outcome = self.step_into(rows, t, arrays_of(act))
         finally:
@@ -584,7 +595,7 @@ class Batch:
         )
 
     def rows(self) -> Rows:
-        "Memory for some steps, without actions. The first row is that before the first step."
+        "Allocate memory for some steps, without actions. Row 0 is the state before the first step."
         state = State(
             stepno=np.zeros(len(self), np.int64),
             obs=self._obs_spec,
@@ -620,6 +631,7 @@ class Batch:
         row.fin[:] = True
 
     def _check_obs(self, row):
+        "Raise `EnvError` if an observation in the row is not finite, or outside of its space."
         culprit = self._obs_check.find(row.leaves)
         if culprit is not None:
             self.refuse(*culprit)
@@ -628,6 +640,7 @@ class Batch:
             self.refuse(*culprit)
 
     def _check_final(self, final):
+        "Raise `EnvError` if a true last observation is outside of its space."
         if not self._range_check.parts:
             return
         for b, obs in final.items():
@@ -644,7 +657,8 @@ class Batch:
     def _check_rewards(self, row, rewards):
         """Raise `EnvError` if a reward in the row is not finite.
 
-        The error has the number among the environments' own `rewards`, before it became float32.
+        The error shows the number in `rewards`, as the environment returned it, and not the number
+        in the row, which became a float32.
         """
         # The product with zeros is 0 if all rewards are finite: 0 * inf and 0 * nan are nan.
         if np.vdot(row.rew, self._rew_zeros) != 0:
@@ -667,7 +681,7 @@ class Batch:
         """A `with` block in which errors get missing environment, pipe and lane.
 
         An index `env` replaces the environment that an error names. With `call`, other exceptions
-        become an `EnvError`, which says that this call has raised them.
+        become an `EnvError`, which names the call that raised them.
         """
         return _Naming(self, env, call)
 

@@ -126,7 +126,7 @@ class TensorFactory:
         if self.lends:
             return self.source
 
-        # The function gets the arguments that it has parameters for.
+        # Pass `seed` and `n_envs` only if the function has such parameters.
         try:
             parameters = signature_of(self.source).parameters
         except (TypeError, ValueError):
@@ -284,7 +284,7 @@ class BlockCheck:
             self.ranges.append((i, *limits))
 
     def suspects(self, leaves: list) -> list:
-        "One bool tensor for each leaf: may the leaf have invalid numbers?"
+        "A list of bool tensors, without dimensions. If a leaf has invalid numbers, one is True."
         answers = [~torch.isfinite(x.sum()) for x in leaves if x.dtype.is_floating_point]
         for i, low, high in self.ranges:
             answers.append(((leaves[i] < low) | (leaves[i] > high)).any())
@@ -292,8 +292,8 @@ class BlockCheck:
 
     def find(self, leaves: list) -> Finding | None:
         "The first invalid number, in the order of rows and then of environments."
-        # On the host row by row, because this is only called when there is an error. numpy knows
-        # no bfloat16.
+        # The search on the host, row by row, is slow, but it is only needed after an error. numpy
+        # has no bfloat16.
         leaves = [x.float() if x.dtype is torch.bfloat16 else x for x in leaves]
         arrays = [x.cpu().numpy() for x in leaves]
         if not len(arrays[0]):
@@ -303,13 +303,15 @@ class BlockCheck:
         in_range = RangeCheck(self.space, self.name)
         for t in range(len(arrays[0])):
             row = [x[t] for x in arrays]
-            culprits = []
-            for culprit in (finite.find(row), in_range.find(row)):
-                if culprit is not None:
-                    b, leaf, value, *space = culprit
-                    culprits.append(Finding(t, b, leaf, value, space[0] if space else None))
-            if culprits:
-                return min(culprits, key=lambda finding: finding.b)
+            findings = []
+            non_finite = finite.find(row)
+            if non_finite is not None:
+                findings.append(Finding(t, *non_finite, space=None))
+            out_of_range = in_range.find(row)
+            if out_of_range is not None:
+                findings.append(Finding(t, *out_of_range))
+            if findings:
+                return min(findings, key=lambda finding: finding.b)
         return None
 
 # %% ../../../nbs/pipes/25_tensors/00_tensor_env.ipynb #db6fe890
@@ -330,7 +332,7 @@ class ActionsForEnv:
         spec = nested.leaves(space_spec(space, "act"))
         self.dtypes = [torch.from_numpy(x[None]).dtype for x in spec]
 
-        # (minimum, maximum) to which the floats of each leaf are clipped; None: they stay
+        # For each leaf `(minimum, maximum)` to which its floats are clipped; None: no clipping
         parts = nested.leaves(single_spaces(space))
         self.bounds = [self._bounds(part) if clip else None for part in parts]
 
@@ -354,7 +356,8 @@ class ActionsForEnv:
     def _converted(self, x, dtype, bounds):
         if bounds is None:
             return x.to(dtype, copy=True)
-        # In the dtype of the space, because its bounds in another one may lie outside of it
+        # Convert first and clip then, because in another dtype the bounds are rounded, and may lie
+        # outside of the space.
         return torch.clamp(x.to(dtype), *bounds)
 
     def _bounds(self, space):
@@ -365,7 +368,7 @@ class ActionsForEnv:
         if not any(np.isfinite(x).any() for x in bounds):
             return None
 
-        # Numbers clip faster than tensors.
+        # Clipping to two numbers is faster than clipping to tensors.
         if all((x == x.flat[0]).all() for x in bounds):
             return tuple(float(x.flat[0]) for x in bounds)
         return tuple(torch.as_tensor(x, device=self.device) for x in bounds)
@@ -390,6 +393,7 @@ class TensorInfos:
 
     def leaves(self, info: dict) -> list:
         "The leaves `[B, ...]` of the infos that are recorded."
+        # A fast path for environments without infos
         if not info and self.form is not None and not self.form.specs:
             return []
         if not isinstance(info, dict):
@@ -408,7 +412,7 @@ class TensorInfos:
         return self.form.check(recorded)
 
     def _check_first(self, info, recorded):
-        "Raise `EnvError` unless the first infos can be `recorded`, and none is missing."
+        "Raise `EnvError` if an info of the user's choice is missing, or cannot be recorded."
         missing = [k for k in self.keys or () if k not in info]
         if missing:
             raise EnvError(
@@ -426,7 +430,7 @@ class TensorInfos:
                 )
 
     def expect(self, infos: dict) -> None:
-        "From now on expect infos of the form of these."
+        "Require from now on that all infos have the form of `infos`."
         like = nested.map(lambda x: torch.empty_like(x, device="meta"), infos)
         self.form = TensorForm("info", like, self.device, EnvError)
 
@@ -481,7 +485,7 @@ class TensorBatch(Batch):
         self.where = where
         self.env_name = name or type(env).__name__
 
-        # An environment that is lent serves the newest batch alone.
+        # If an environment is lent again, only the newest batch may step it.
         self.claim = Claim()
         self.claim.take(env)
         self.one = None if keeper is None else keeper.begin(env)
@@ -514,12 +518,12 @@ class TensorBatch(Batch):
         self.observation_space = env.observation_space
         self.action_space = env.action_space
 
-        # Conversion of actions
+        # Functions that convert actions
         self.act_spec = space_spec(env.action_space, "act")
         self._checked_actions = action_batch(env.action_space, clip_actions)
         self.actions_for_env = ActionsForEnv(env.action_space, self.device, clip_actions)
 
-        # Forms, which are checked at each step
+        # The forms of the results, which are checked at each step
         def form(name, like):
             return TensorForm(name, like, self.device, EnvError)
 
@@ -530,7 +534,7 @@ class TensorBatch(Batch):
         flag = torch.empty(self.n, dtype=torch.bool, device="meta")
         self._one_each = form("rew", number), form("terminated", flag), form("truncated", flag)
 
-        # Numbers, which are checked at the end of a fragment
+        # The checks of numbers, which run at the end of a fragment
         self.obs_check = BlockCheck("obs", env.observation_space, self.device)
         self.act_check = BlockCheck("act", env.action_space, self.device)
         self.rew_check = BlockCheck(
@@ -547,17 +551,17 @@ class TensorBatch(Batch):
         return f"{b} ({self.env_name})"
 
     def begin(self) -> Any:
-        "Reset all environments. Returns their first observations, nested `[B, ...]`."
+        "Reset all environments, and return their first observations, nested `[B, ...]`."
         with self._naming(self.env_name):
             with located("reset()", EnvError):
                 obs = self.played.reset(seed=self._seed)
             return self._obs_form.structure.unflatten(self._obs_form.check(obs))
 
     def advance(self, actions: Any) -> TensorOutcome:
-        """Step every environment with its action.
+        """Step every environment with its action, and check the form of the results.
 
         Args:
-            actions: actions from `actions_for_env`
+            actions: nested tensors `[B, ...]` from `actions_for_env`
         """
         with self._naming(self.env_name):
             self.claim.check()
@@ -621,8 +625,8 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
         act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
         rew: [T+1, B]; row 0 is not checked
     """
-    # (row of the fragment, order within a row, finding). Within a row, actions come first (order
-    # 0), because the environment answers to them.
+    # `(row of the fragment, order within the row, finding)`. Within a row, the action comes first
+    # (order 0), because rewards and observations are the answers to it.
     findings = []
     checks = (
         (batch.act_check, [x[1:] for x in act], 1),
