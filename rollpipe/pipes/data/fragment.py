@@ -140,8 +140,8 @@ class TickSource:
         raise NotImplementedError
 
     def complete(self, act: Any, info: Any) -> Any:
-        """Add to `info` `[T, n, ...]` what the actor can compute for many steps at once, such as
-        the log-probabilities of `act`, and return the result.
+        """Add reports to `info` `[T, n, ...]` that the actor can compute for many steps at once,
+        such as the log-probabilities of `act`, and return the result.
 
         A collector calls this once for the rows of a fragment and once for its truncated ends. The
         result carries no gradients. By default nothing is added.
@@ -168,7 +168,7 @@ class TickSource:
 class Tick(NamedTuple):
     """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
 
-    A pipe that changes `next` changes what is recorded, not what the actor sees. `actor` may alias
+    A pipe that changes `next` changes the record, but not the input of the actor. `actor` may alias
     parameters, so code that keeps ticks while the actor is trained must copy it (fragments are
     copies). Code that makes ticks must not reuse the memory of their arrays, because several steps
     may be copied at once.

@@ -57,7 +57,7 @@ class Form:
 
     Args:
         like: container of arrays, tensors or Python scalars
-        name: what a container of this form is called, the root of the leaf paths in messages
+        name: name of such a container, with which the paths of leaves begin in messages
         error: class of the errors of `check`
         **context: `pipe`, `lane`, `env` for the messages
     """
@@ -430,7 +430,7 @@ def torchify(
 
 
 def _torch_can_alias(x: np.ndarray) -> bool:
-    "False for read-only memory and for negative strides, of which torch makes no tensor."
+    "Can a tensor share the memory of `x`? Not if it is read-only, or if a stride is negative."
     return x.flags.writeable and all(n >= 0 for n in x.strides)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a10d3b3b

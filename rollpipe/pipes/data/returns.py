@@ -63,7 +63,10 @@ def _describe(x) -> str:
 
 
 def _or_part(text: str, shape: torch.Size, which: str = "first") -> str:
-    "The expected form for a message; an argument may lack some of two and more dimensions."
+    """The expected form of an argument, for a message.
+
+    If `shape` has two or more dimensions, the argument may have only some of them.
+    """
     return text if len(shape) < 2 else f"{text} or its {which} dimensions"
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #f716926b

@@ -252,7 +252,7 @@ class Agents(gym.vector.VectorEnv):
                         ends[:, b] = over
                         final[b] = nested.map(np.array, nested.getitem(self._obs, b))
 
-                    # An agent stays in `agents` exactly as long as its episode goes on.
+                    # An agent must stay in `agents` until its episode ends, and no longer.
                     stays = agent in env.agents
                     if stays == ended:
                         raise EnvError(

@@ -250,8 +250,8 @@ class _AllWays:
         return answers
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #4809fa9d
-# The test consists of parts. Each part goes on to the end of an episode, and then takes so many
-# steps of the next episode.
+# The test consists of parts. Each part continues to the end of an episode, and then takes this
+# number of steps of the next episode.
 _EXTRA = 20, 1, 7, 0, 3, 20, 20
 # The state is taken after this number of parts. A new environment continues from the state without
 # these parts, so the test notices if the state lacks something.
@@ -539,7 +539,8 @@ def _beside(make, envs):
     return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, envs))
 
 
-_tested: dict = {}  # key of a factory -> what gymnasium has registered, and `Keeper.alone`
+# Key of a factory -> (the registration of its id at the time of the test, `Keeper.alone`)
+_tested: dict = {}
 
 
 def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:

@@ -52,7 +52,7 @@ def has_state(env: Any) -> bool:
 
 
 def layers(env: Any) -> list:
-    "The environment and what it wraps, outermost first."
+    "The environment and all environments within its wrappers, the outermost one first."
     envs = [env]
     while isinstance(envs[-1], (gym.Wrapper, gym.vector.VectorWrapper)):
         envs.append(envs[-1].env)

@@ -123,7 +123,7 @@ def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
 
     Args:
         what: 'reward', 'termination' or 'truncation'
-        x: what the vector environment returned
+        x: the value that the vector environment returned
         n: number of environments
         kinds: numpy's letters for the allowed kinds of dtype
     """
