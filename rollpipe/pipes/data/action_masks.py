@@ -22,7 +22,8 @@ def mask_sizes(space: gym.Space) -> Any:
     """How many values each integer of an action has: a tuple for Discrete and MultiDiscrete, a dict
     of its parts for a Dict.
 
-    Parts of a Dict without a mask are left out. For all other spaces the result is empty.
+    Parts of a Dict that have no integers, such as a Box, are left out. For all other spaces the
+    result is empty.
     """
     if isinstance(space, gym.spaces.Discrete):
         return (int(space.n),)
@@ -54,8 +55,9 @@ def _checked_sizes(space, what):
 
 # %% ../../../nbs/pipes/00_data/05_action_masks.ipynb #45bb8a58
 def allowed(mask: Tensor, sizes: tuple) -> Tensor:
-    """The mask `[*lead, sum(sizes)]` as bool, with True for all values of an integer of which none
-    is allowed.
+    """The mask `[*lead, sum(sizes)]` as bool.
+
+    If the mask allows no value of an integer, the result allows all values of that integer.
     """
     parts = mask.bool().split(sizes, -1)
     parts = [x | ~x.any(-1, keepdim=True) for x in parts]
@@ -63,7 +65,10 @@ def allowed(mask: Tensor, sizes: tuple) -> Tensor:
 
 
 def _each(function, sizes, *trees):
-    "`function(sizes, *parts of the trees)` for each mask, in the dicts of `sizes`."
+    """Apply `function(sizes, *leaves of the trees)` to each mask.
+
+    The results stand in dicts as those of `sizes`.
+    """
     if not isinstance(sizes, dict):
         return function(sizes, *trees)
     return {k: _each(function, x, *(tree[k] for tree in trees)) for k, x in sizes.items()}
@@ -78,7 +83,10 @@ def _masked(x, mask, sizes):
 
 
 def _opened(mask, sizes):
-    "The mask, in which an integer without an allowed value gets all of them."
+    """The mask, numpy, as `allowed` reads it.
+
+    Where it allows no value of an integer, the result allows all values of that integer.
+    """
 
     def opened(sizes, mask):
         return allowed(torch.from_numpy(mask), sizes).numpy().astype(mask.dtype)
@@ -87,7 +95,7 @@ def _opened(mask, sizes):
 
 
 def _leaves(mask, sizes, leaf):
-    "Each mask, its sizes and its name."
+    "`(mask, sizes, path)` for each mask in the dicts of `sizes`."
     if not isinstance(sizes, dict):
         return [(mask, sizes, leaf)]
     leaves = []
@@ -97,7 +105,7 @@ def _leaves(mask, sizes, leaf):
 
 
 def _drawn(space, act, mask, sizes):
-    "`act`, whose integers with a mask are drawn anew by the generator of `space`."
+    "Replace each integer of `act` that has a mask by a random allowed value, drawn by `space`."
     if isinstance(sizes, dict):
         drawn = {k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}
         return {**act, **drawn}
@@ -110,7 +118,10 @@ def _drawn(space, act, mask, sizes):
 
 
 def _sizes_in(space, sizes, leaf, what):
-    "The part of the `sizes` for which the `space` of a mask has masks."
+    """The `sizes` of those parts of the action for which the `space` of masks has a mask.
+
+    Raises `SpaceError`, which names `what`, if the space does not fit the sizes.
+    """
     if not isinstance(sizes, dict):
         has_numbers = isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box))
         if has_numbers and space.shape == (sum(sizes),):
@@ -147,8 +158,8 @@ class WithActionMask(gym.Wrapper):
 
     Args:
         env: an environment with actions of Discrete, MultiDiscrete, or a Dict with them
-        key: name of the info, of a method that returns the mask, or of the entry that is there
-            already; the name of the entry
+        key: name of the entry of the observation. The mask comes from the entry of this name if
+            there is one, else from the info, else from the method of the environment
     """
 
     def __init__(self, env: Any, key: str = "action_mask"):
@@ -159,7 +170,8 @@ class WithActionMask(gym.Wrapper):
         self.mask = None
         self.sizes = _checked_sizes(env.action_space, what)
 
-        # The entry is there already, or it joins those of a Dict, or the observation, named `obs`.
+        # Three cases: a Dict that has the entry, a Dict that gets the entry, and an observation
+        # that becomes the entry `obs` of a new Dict.
         parts = space.spaces if isinstance(space, gym.spaces.Dict) else None
         self.is_dict = parts is not None
         self.has_entry = parts is not None and key in parts
@@ -275,8 +287,8 @@ class ActionMask:
     ) -> "ActionMask":
         """The mask in the observations of an environment.
 
-        Raises `SpaceError` if there is no such entry, if it does not fit the actions, or if there
-        is nothing else to be seen.
+        Raises `SpaceError` if there is no such entry, if it does not fit the actions, or if the
+        observation has no other entry.
 
         Args:
             name: name of the entry
@@ -303,8 +315,11 @@ class ActionMask:
         return gym.spaces.Dict(self.rest(space.spaces))
 
     def masked(self, x: Any, obs: dict) -> Any:
-        """`x` `[*lead, n]`, nested as the actions are, with -inf where the mask in the observations
-        `[*lead, ...]` forbids the value.
+        """Put -inf into `x` where the mask in the observations forbids a value.
+
+        Args:
+            x: one number for each value, such as logits, `[*lead, n]`, nested as the actions are
+            obs: observations `[*lead, ...]`
         """
         return _masked(x, obs[self.name], self.sizes)
 
@@ -326,8 +341,8 @@ class ActionMask:
             f"obs[{self.name!r}]",
         )
         for x, sizes, leaf in leaves:
-            # Is a value allowed of each integer? `reduceat` looks at each of its values, from the
-            # one at `begins` to the next begin.
+            # Does each integer have an allowed value? The values of an integer begin at its entry
+            # in `begins`, and `reduceat` combines them up to the next entry.
             begins = np.cumsum((0, *sizes[:-1]))
             has_action = np.logical_or.reduceat(x != 0, begins, -1).all(-1)
             stuck = ~has_action & acting
@@ -337,8 +352,9 @@ class ActionMask:
         return None
 
     def opened(self, obs: dict) -> dict:
-        """The observations, numpy `[n, ...]`, whose mask allows all values of an integer of which
-        it would allow none.
+        """The observations, numpy `[n, ...]`, with a mask that allows a value of each integer.
+
+        Where the mask allows no value of an integer, it then allows all values of that integer.
         """
         return {
             **obs,
@@ -346,13 +362,14 @@ class ActionMask:
         }
 
     def draw(self, space: Any, act: Any, obs: dict) -> Any:
-        """The action `act`, in which each integer with a mask is drawn anew, uniformly from its
-        allowed values.
+        """Replace each integer of `act` that has a mask by a random value.
+
+        Allowed values are drawn with equal probabilities.
 
         Args:
             space: the action space of one environment, whose generator draws
             act: one of its actions
-            obs: an observation, whose mask allows a value of each integer, see `opened`
+            obs: an observation with a mask that allows a value of each integer, see `opened`
         """
         return _drawn(
             space,
@@ -363,7 +380,14 @@ class ActionMask:
 
 
 def no_action(kind: Any, env: Any, leaf: str, mask: Any) -> Any:
-    "The error, of the class `kind`, for what `ActionMask.find` has found."
+    """The error for an observation in which an integer has no allowed value.
+
+    Args:
+        kind: class of the error
+        env: the environment
+        leaf: path of the mask, from `ActionMask.find`
+        mask: the mask, from `ActionMask.find`
+    """
     return kind(
         "the mask allows no action",
         env=env,

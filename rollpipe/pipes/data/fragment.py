@@ -27,7 +27,7 @@ def with_field_docs(cls: Kind) -> Kind:
     """
     _, _, entries = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")
 
-    # A meaning may go on in lines that are indented deeper.
+    # An entry continues in lines that are indented further than its first line.
     for name, meaning in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", entries, re.M):
         if name in getattr(cls, "_fields"):  # noqa: B009  the type checker does not know `_fields`
             getattr(cls, name).__doc__ = " ".join(meaning.split())
@@ -104,10 +104,10 @@ class Final(NamedTuple):
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #1ba381e3
 @with_field_docs
 class Collected(NamedTuple):
-    """What some steps brought besides the rows of their states.
+    """The results of several steps that are not in the rows of their states.
 
     Args:
-        reports: what the actor reported, `[n, B, ...]` each, for one step or several
+        reports: reports of the actor, `[n, B, ...]` each, for one step or for several
         env: environment infos of each step, numpy `[B, ...]`
         valid: bool `[B]` of each step
         ends: list of `fragment_ops.End`, in the order of time
@@ -140,8 +140,8 @@ class TickSource:
         raise NotImplementedError
 
     def complete(self, act: Any, info: Any) -> Any:
-        """Add to `info` `[T, n, ...]` what the actor can compute for many steps at once, such as
-        the log-probabilities of `act`, and return the result.
+        """Add reports to `info` `[T, n, ...]` that the actor can compute for many steps at once,
+        such as the log-probabilities of `act`, and return the result.
 
         A collector calls this once for the rows of a fragment and once for its truncated ends. The
         result carries no gradients. By default nothing is added.
@@ -152,12 +152,14 @@ class TickSource:
         """Take the next `len(rows) - 1` steps at once, and write their states into `rows`, whose
         row 0 holds the present state.
 
-        The next tick then stands for all of these steps, and `collected` has the rest. A collector
-        calls this when a fragment begins, but only if it reads the stepper directly and neither
-        of the two keeps ticks. By default nothing happens: False.
+        The next tick then stands for all of these steps, and `collected` has their other results.
+        A collector calls this when a fragment begins, but only if it reads the stepper directly,
+        and if neither the collector nor the stepper keeps ticks.
+
+        Returns whether the source has taken the steps. By default it takes none.
 
         Args:
-            rows: `pipes.envs.rows.Rows`
+            rows: memory of the states, `pipes.envs.batch.Rows`
         """
         return False
 
@@ -166,7 +168,7 @@ class TickSource:
 class Tick(NamedTuple):
     """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
 
-    A pipe that changes `next` changes what is recorded, not what the actor sees. `actor` may alias
+    A pipe that changes `next` changes the record, but not the input of the actor. `actor` may alias
     parameters, so code that keeps ticks while the actor is trained must copy it (fragments are
     copies). Code that makes ticks must not reuse the memory of their arrays, because several steps
     may be copied at once.
@@ -255,12 +257,12 @@ def _history(first, obs, act, rew, end) -> State:
     """The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end`
     `[T, B]` is True where an episode ended.
     """
-    # Steps count on from row to row, and begin again at 0 after an end.
+    # The step number grows by 1 from row to row, and is 0 after an end.
     stepno = [first]
     for over in end:
         stepno.append(torch.where(over, 0, stepno[-1] + 1))
 
-    # Nobody knows the action before row 0.
+    # The action and the reward before row 0 are unknown, so they are zeros.
     def after_zeros(x):
         return torch.cat([torch.zeros_like(x[:1]), x])
 
@@ -301,7 +303,7 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
     "The `Final` of the truncated steps `cut` `[T, B]`."
     t, b = cut.nonzero(as_tuple=True)
 
-    # Rows that are missing are an error, unless no step was truncated.
+    # Without truncated steps, the argument may be None: no rows are needed.
     def rows(name, last, like):
         if last is None and len(t) and nested.leaves(like):
             raise DataError(
@@ -362,8 +364,8 @@ def from_steps(
             episode
         act: [T, B, ...]: the actions
         rew: float32 [T, B]: the rewards of the actions; where not `valid`, 0 is stored
-        terminated: bool [T, B]: the step ended the episode; None: none did
-        truncated: bool [T, B]: the step cut the episode off; None: none did
+        terminated: bool [T, B]: the episode terminated with the step; None: no episode did
+        truncated: bool [T, B]: the episode was truncated after the step; None: no episode was
         last_obs: [K, ...]: true last observations of the `K` truncated episodes, by time, then by
             environment
         actor: [T+1, B, ...]: what the actor reported; None: nothing
@@ -377,7 +379,8 @@ def from_steps(
         lane: int64 [B]: the lane that collected the column
         seq: int64 [B]: how many fragments that lane had yielded before
         version: int64 [B]: version of the weights that collected the column
-        restarts: int64 [B]: how often the lane was lost with its worker and began anew; None: never
+        restarts: int64 [B]: how often the lane was lost with its worker and started again; None:
+            never
     """
     columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
     _check_tensors("", (), rew=rew, hx=hx)
@@ -466,9 +469,10 @@ class Fragment(NamedTuple):
     `A_T` is the reaction to the look-ahead, which row 0 of the next fragment repeats. With
     `terminal_obs`, `final` has terminated episodes, too.
 
-    `env` has an info from the step on at which an environment first reported it. Where an info was
-    not reported, its value is nan, or 0 if it is not a float, and its mask `env['_' + key]`, bool
-    [T, B], is False. An info without a mask was reported at every valid step.
+    The rows of an info in `env` begin with the step at which an environment first reported it.
+    Where an info was not reported, its value is nan, or 0 if it is not a float, and its mask
+    `env['_' + key]`, bool [T, B], is False. An info without a mask was reported at every valid
+    step.
 
     A consumer may keep a fragment: nothing in it is overwritten later.
 
@@ -479,7 +483,7 @@ class Fragment(NamedTuple):
         env: [T, B, ...]: numeric environment infos of the step t -> t+1
         hx: [layers, B, ...]: recurrent state at row 0; `()` without one
         term: bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
-        final: K rows
+        final: the true last observations of `K` episodes, see `Final`
         valid: bool [T, B]: False for rows that are not transitions; losses and statistics ignore
             these rows
         adv: float32 [T, B]: advantages, added by `AdvantageBuffer`
@@ -487,8 +491,8 @@ class Fragment(NamedTuple):
         lane: int64 [B]: the lane that collected the column
         seq: int64 [B]: how many fragments that lane had yielded before
         version: int64 [B]: version of the weights that collected the column
-        restarts: int64 [B]: how often the lane was lost with its worker and began anew, with other
-            random numbers; None: never
+        restarts: int64 [B]: how often the lane was lost with its worker and started again, with
+            other random numbers; None: never
     """
 
     state: State
@@ -511,7 +515,7 @@ class Fragment(NamedTuple):
     from_steps = staticmethod(from_steps)
 
     def __repr__(self):
-        # Forms only, because the numbers of a batch fill many screens.
+        # Dtypes and shapes only, because the numbers of a batch fill many screens
         lines = ["Fragment("]
         for name, x in zip(self._fields, self):
             if x is not None:
@@ -544,9 +548,16 @@ class Fragment(NamedTuple):
         hx: Callable | None = None,
         final: Callable | None = None,
     ) -> "Fragment":
-        """The fragment with `rows(x)` for each leaf `x` `[T+1, B, ...]`, `steps(x)` for each
-        `[T, B, ...]`, `columns(x)` for each `[B]`, `hx(x)` for each `[layers, B, ...]`, and
-        `final(final)` for the whole `Final`. Fields without a function stay as they are.
+        """Apply a function to each leaf of a kind of fields, and return the new fragment.
+
+        Fields without a function stay as they are.
+
+        Args:
+            rows: for the leaves `[T+1, B, ...]` of the fields `ROWS`
+            steps: for the leaves `[T, B, ...]` of the fields `STEPS`
+            columns: for the leaves `[B]` of the fields `COLUMNS`
+            hx: for the leaves `[layers, B, ...]` of the recurrent state
+            final: for the whole `Final`, not for its leaves
         """
         new = {"final": final(self.final)} if final else {}
 

@@ -10,6 +10,7 @@ __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,12 +24,11 @@ from .fragment import Final, Fragment
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #0cea6925
 def same_keys(infos: list, valid: list) -> list:
-    """`infos` with the same keys in all.
+    """Complete the dicts `infos`, so that all have the same keys.
 
-    A missing key is filled with nan, or with 0 for leaves that are not floats.
-
-    An info that some dict lacks, or that has a mask in some dict, gets a mask in all: `valid` in a
-    dict that has the info without a mask, False in a dict that lacks the info.
+    A dict that lacks an info gets it with nan, or with 0 for leaves that are not floats, and with a
+    mask that is False. Then the other dicts need a mask of this info, too. If they have none, the
+    mask is `valid`.
 
     Args:
         infos: dicts, leaves [*lead, ...], numpy or torch
@@ -37,18 +37,18 @@ def same_keys(infos: list, valid: list) -> list:
     if all(info.keys() == infos[0].keys() for info in infos):
         return infos
 
-    # info -> an example, and the number of its leading dimensions
+    # Info -> an example, and the number of its leading dimensions; masks are left out
     examples = {}
     for info, where in zip(infos, valid):
         examples.update((key, (value, where.ndim)) for key, value in info.items())
     mask_of = {key: f"_{key}" for key in examples}
     examples = {key: x for key, x in examples.items() if key not in mask_of.values()}
 
-    # infos that some dict lacks, or that have a mask already
+    # Infos that need a mask: some dict lacks the info, or has a mask of it already
     def is_partial(key):
         return any(key not in info or mask_of[key] in info for info in infos)
 
-    partial = list(filter(is_partial, examples))
+    partial_keys = list(filter(is_partial, examples))
 
     def completed(info, where):
         complete = {}
@@ -56,8 +56,8 @@ def same_keys(infos: list, valid: list) -> list:
             if key in info:
                 complete[key] = info[key]
             else:
-                complete[key] = nested.map(lambda x, n=n: _missing(x, n, where), example)
-        for key in partial:
+                complete[key] = nested.map(partial(_missing, n=n, valid=where), example)
+        for key in partial_keys:
             mask = mask_of[key]
             complete[mask] = info[mask] if mask in info else where & (key in info)
         return complete
@@ -97,18 +97,19 @@ def stack_infos(infos: list, valid: list) -> Any:
 
     `valid` has a mask for each step.
     """
-    # A lane never loses an info. So if the first and the last step have the same infos, all steps
-    # have.
+    # The infos of a lane only become more. So if the first and the last step have the same infos,
+    # then all steps have them.
     if isinstance(infos[0], dict) and infos[0].keys() != infos[-1].keys():
         infos = same_keys(infos, valid)
     return stack_rows(infos) if infos[-1] != {} else {}
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #85c95158
 class End(NamedTuple):
-    """The end of an episode of environment `b` with the step t -> t+1, if its last observation is
-    kept.
+    """An end of an episode whose true last observation is kept.
 
     Args:
+        t: the step t -> t+1 ended the episode
+        b: index of the environment
         obs: last observation of the episode
         hx: recurrent state of that moment, `[layers, 1, ...]`
         term: True: the episode terminated; False: it was truncated
@@ -149,20 +150,23 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
             got=f"T={lengths}",
         )
 
-    # What some lack is filled in.
+    # Fill in the infos and the restarts that some fragments lack.
     if all(isinstance(f.env, dict) for f in fragments):
         envs = same_keys([f.env for f in fragments], [f.valid for f in fragments])
         fragments = [f._replace(env=env) for f, env in zip(fragments, envs)]
     if any(f.restarts is not None for f in fragments):
         fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
 
-    # What has the environments on dimension 1, what refers to them by number, and what has one
-    # value for each
+    # Fields `[*, B, ...]` are joined along dimension 1.
     wide = [f.only(*Fragment.ROWS, *Fragment.STEPS, "hx") for f in fragments]
+
+    # The rows of `final` name an environment by its number, which grows by the widths before it.
     offsets = np.cumsum([0, *widths]).tolist()
     finals = []
     for f, offset in zip(fragments, offsets):
         finals.append(f.final._replace(b=f.final.b + offset))
+
+    # Fields `[B]`
     columns = {}
     for name in Fragment.COLUMNS:
         columns[name] = nested.cat([getattr(f, name) for f in fragments])
@@ -197,7 +201,7 @@ def _padded(fragment, n):
         filler = x.new_full((n, *x.shape[1:]), value)
         return torch.cat([x, filler])
 
-    # Fields that count or flag are filled with numbers, and not with their last row.
+    # Step numbers, rewards and flags do not repeat their last row.
     state = fragment.state
     padded = fragment.map(rows=repeat, steps=fill)
     state = padded.state._replace(
@@ -207,8 +211,11 @@ def _padded(fragment, n):
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #2cdb657d
 def strands(fragment: Fragment) -> list:
-    """The parts from which the fragment was joined, in the order of time: `(lane, seq, columns)`,
-    where `columns` is a slice.
+    """The strands of a joined fragment, in the order of time.
+
+    A strand is `(lane, seq, columns)`: the lane that collected it, its number among the fragments
+    of that lane, and the slice of its columns. A fragment without lanes is one strand
+    `(0, None, columns)`.
     """
     n = fragment.n_envs
     if fragment.lane is None:
@@ -218,36 +225,40 @@ def strands(fragment: Fragment) -> list:
         restarts = torch.zeros_like(fragment.seq)
     numbers = torch.stack([restarts, fragment.seq, fragment.lane], 1).tolist()
 
-    # A part has the same numbers in all its columns. Parts are in the order of restarts and seq.
+    # Successive columns with the same numbers form one strand.
     parts = []
     first = 0
     for key, columns in groupby(numbers):
         end = first + len(list(columns))
         parts.append((*key, slice(first, end)))
         first = end
+
+    # Time goes by restarts, and then by seq.
     parts.sort(key=lambda part: part[:2])
     return [(lane, seq, columns) for _, seq, lane, columns in parts]
 
 
 def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
-    """Does a part of a fragment come right after the last fragment of its lane?
+    """Does a strand come right after the last fragment of its lane?
 
-    False if this is unknown, or if fragments were lost.
-
-    Raises `DataError` if its lane has come further already. Only a lane that begins anew counts
-    from 0 again, with a first step.
+    False if this is unknown, if fragments between them were lost, or if the lane has started again.
 
     Args:
+        fragment: the fragment of the strand
         strand: one of the `strands`
         expected: number of the next fragment of this lane; None: unknown
+
+    Raises:
+        DataError: the number of the strand is lower than expected, and its lane has not started
+            again.
     """
     lane, seq, at = strand
     if seq is None or expected is None:
         return False
 
-    # A lane that begins anew counts from 0 again.
-    begins_anew = seq == 0 and not fragment.state.stepno[0, at].any()
-    if seq >= expected or begins_anew:
+    # A lane that starts again counts its fragments from 0, and begins with a first step.
+    has_restarted = seq == 0 and not fragment.state.stepno[0, at].any()
+    if seq >= expected or has_restarted:
         return seq == expected
     raise DataError(
         "a fragment comes twice or too late, or two sources have the same lane",
@@ -266,7 +277,7 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
         index: int64 [n]: indices of environments, each at most once
     """
     device = fragment.valid.device
-    index = index.to(device)  # a tensor of the host takes no indices of a GPU
+    index = index.to(device)  # a tensor on the host cannot be indexed by one on a GPU
 
     # Environment -> its place in `index`, or -1
     place = torch.full(
@@ -310,7 +321,7 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
         piece = structure.unflatten([x[:, part] for x in leaves])
         columns_of = {name: x[part] for name, x in narrow.items()}
 
-        # The true last observations of its environments
+        # The rows of `final` that belong to environments of the piece
         final = fragment.final
         if len(final.b):
             final = nested.getitem(final, final.b // size == first // size)
@@ -319,13 +330,15 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
-    """The fragments that were joined side by side: the columns of each lane, `seq` and `restarts`,
-    in the order of their first column.
+    """Undo `join`: return the fragments that were joined side by side.
+
+    Columns with the same lane, `seq` and `restarts` become one fragment. The fragments are in the
+    order of their first columns.
     """
     if fragment.lane is None:
         return [fragment]
 
-    # (lane, seq, restarts) -> its columns
+    # (lane, seq, restarts) -> numbers of the columns
     groups = {}
     keys = [x.tolist() for x in (fragment.lane, fragment.seq, fragment.restarts) if x is not None]
     for b, key in enumerate(zip(*keys)):
@@ -339,7 +352,7 @@ def is_cut(fragment: Fragment) -> Tensor:
     """Where a step is not continued by the next row, bool `[T, B]`: its episode ended, or the next
     row is not `valid`.
     """
-    # A copy, because it is changed here
+    # A copy, because the next line changes it
     over = fragment.state.fin[1:].clone()
     over[:-1] |= ~fragment.valid[1:]
     return over
@@ -359,10 +372,13 @@ def final_numbers(fragment: Fragment) -> Tensor:
 
 
 def next_observations(fragment: Fragment) -> Any:
-    "The observations `[T, B, ...]` after each step: of the next row, or of `final`."
+    """The observations `[T, B, ...]` after each step: those of the next row, or those of `final`.
+
+    After a termination that `final` did not keep, it is the first observation of the next episode.
+    """
     after = nested.getitem(fragment.state.obs, slice(1, None))
 
-    # Where an episode ended, the next row has the first one of another.
+    # Where an episode ended, the next row has the first observation of the next episode.
     final = fragment.final
     if not len(final.t):
         return after
@@ -374,10 +390,10 @@ def next_observations(fragment: Fragment) -> Any:
 
 
 def next_observations_in_episode(fragment: Fragment) -> Any:
-    """The observations `[T, B, ...]` after each step, never one of the next episode.
+    """The observations `[T, B, ...]` after each step, but never an observation of the next episode.
 
-    Where an episode ended, this is the observation in `final`, or the one before the step if
-    `final` did not keep a termination.
+    Where an episode ended, this is the observation in `final`. If `final` has none, because it
+    keeps no terminations, it is the observation before the step.
     """
     unknown = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
 
@@ -442,10 +458,13 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
     `env['rollpipe.reward']`, float32 `[T, B]`, keeps the rewards of the environment: see
     `env_rewards`.
 
-    Raises `DataError` if the fragment has advantages, which are those of the old rewards.
-
     Args:
+        fragment: a fragment without advantages
         rew: float32 [T+1, B]: the new rewards
+
+    Raises:
+        DataError: the fragment has advantages, which belong to the old rewards, or its infos have
+            no names.
     """
     if fragment.adv is not None:
         raise DataError(
@@ -461,7 +480,7 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
             got=type(fragment.env),
         )
 
-    # Rewards that an earlier pipe has kept are the original ones.
+    # If an earlier pipe has kept the rewards already, those are the rewards of the environment.
     env = {
         ENV_REWARD: fragment.state.rew[1:],
         **fragment.env,
@@ -470,7 +489,7 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
 
 
 def env_rewards(fragment: Fragment) -> Tensor:
-    """The rewards of the environment, float32 `[T, B]`, also if pipes have changed the rewards by
+    """The rewards of the environment, float32 `[T, B]`, even if pipes have changed the rewards by
     `with_rewards`.
     """
     env = fragment.env
@@ -513,10 +532,10 @@ def check_shapes(fragment: Fragment) -> None:
 
 
 def check_stepno(fragment: Fragment) -> None:
-    """Raise `DataError` unless the steps of each episode are counted from 0, one by one.
+    """Raise `DataError` unless the step numbers of each episode are 0, 1, 2, and so on.
 
-    The last row of a whole episode keeps its step number; everywhere else a row with `fin` has step
-    number 0.
+    A row with `fin` has step number 0, because a new episode begins there. The last row of a
+    fragment of one whole episode may have the next number instead.
     """
     stepno = fragment.state.stepno
     fin = fragment.state.fin
@@ -537,7 +556,7 @@ def check_stepno(fragment: Fragment) -> None:
 
 
 def check_term(fragment: Fragment) -> None:
-    "Raise `DataError` unless an episode ends wherever one terminates."
+    "Raise `DataError` unless `fin` is True wherever `term` is."
     term = fragment.term
     _demand(fragment.state.fin | ~term, "an episode terminates without an end", "term", term)
 
@@ -549,14 +568,18 @@ def check_final(fragment: Fragment) -> None:
     fin = fragment.state.fin[1:]
     truncated = fin & ~fragment.term[1:]
 
-    # number of final rows of each step
+    # Number of rows of `final` for each step
     t = fragment.final.t
     b = fragment.final.b
     n_final = torch.zeros_like(fin, dtype=torch.int64)
     n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
+
+    # One row is allowed everywhere here, and no row unless a valid step was truncated.
     may_lack = (n_final == 0) & ~(truncated & fragment.valid)
     problem = "a truncated episode has no final row, or more than one"
     _demand((n_final == 1) | may_lack, problem, "final", n_final)
+
+    # Only a valid step that ended an episode has a row.
     is_end = fin & fragment.valid
     problem = "a final row belongs to no end of an episode"
     _demand((n_final == 0) | is_end, problem, "final", n_final)

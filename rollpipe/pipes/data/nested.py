@@ -57,7 +57,7 @@ class Form:
 
     Args:
         like: container of arrays, tensors or Python scalars
-        name: what a container of this form is called, the root of the leaf paths in messages
+        name: name of such a container, with which the paths of leaves begin in messages
         error: class of the errors of `check`
         **context: `pipe`, `lane`, `env` for the messages
     """
@@ -113,8 +113,8 @@ class Form:
         if its_dtype is dtype:
             return True
 
-        # The dtype of a Python scalar is a class, which stands for all sizes of its kind: names are
-        # compared without their size, as `float` of `float32`.
+        # The dtype of a Python scalar is a class, which stands for all sizes of its kind. So the
+        # size is cut off from both names: `float32` becomes `float`.
         name = _name(dtype)
         its_name = _name(its_dtype)
         if isinstance(its_dtype, type) or isinstance(dtype, type):
@@ -136,9 +136,9 @@ class Form:
         )
 
     def other_structure(self, tree: Any) -> list:
-        """Raise the error for a `tree` of another structure.
+        """Decide what happens to a `tree` of another structure: here it always raises an error.
 
-        This always raises. A subclass may accept the tree, and return its leaves.
+        A subclass may accept the tree instead, and return its leaves.
         """
         its_paths = paths(tree, self.name)
         expected_paths = self._paths()
@@ -181,7 +181,7 @@ def form_text(dtype: Any, shape: tuple) -> str:
 
 
 def _sketch(structure):
-    # the containers, with a star for each leaf
+    "A text of the containers in a structure, with a star for each leaf."
     return str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
 
 
@@ -226,17 +226,17 @@ def _cat(xs, dim):
     if n_bytes < 2**22 or not all(_is_ordinary(x) for x in xs):
         return torch.cat(xs, dim)
 
-    # torch raises the error for tensors that do not fit, and joins those that it converts.
+    # Leave tensors of different forms to torch: it converts their dtypes, or raises an error.
     first = xs[0]
-    if dim < 0 or any(_beside(x, dim) != _beside(first, dim) for x in xs):
+    if dim < 0 or any(_form_except(x, dim) != _form_except(first, dim) for x in xs):
         return torch.cat(xs, dim)
     memory = torch.from_numpy(np.empty(n_bytes, np.uint8))
     out = memory.view(first.dtype).view(_joined_shape(xs, dim))
     return torch.cat(xs, dim, out=out)
 
 
-def _beside(x, dim):
-    "The dtype of a tensor, and its sizes beside those of `dim`."
+def _form_except(x, dim):
+    "The dtype of a tensor, and the sizes of all its dimensions except `dim`."
     return x.dtype, x.shape[:dim], x.shape[dim + 1 :]
 
 
@@ -261,20 +261,20 @@ def _adjoin(xs, dim):
         return _cat(xs, dim)
     first = xs[0]
 
-    def form(x):
-        return x.stride(), _beside(x, dim)
+    def layout(x):
+        return x.stride(), _form_except(x, dim)
 
-    # Each must have the form of the first, lie in the same memory, and begin where the one before
-    # ends.
+    # Each tensor must have the layout of the first one, lie in the same memory, and begin where the
+    # previous tensor ends. Otherwise copy.
     memory = first.untyped_storage()
     end = first.storage_offset()
     for x in xs:
         is_same_memory = x.untyped_storage().data_ptr() == memory.data_ptr()
-        if form(x) != form(first) or x.storage_offset() != end or not is_same_memory:
+        if layout(x) != layout(first) or x.storage_offset() != end or not is_same_memory:
             return _cat(xs, dim)
         end += x.shape[dim] * first.stride(dim)
 
-    # A view must not reach beyond the memory.
+    # A view must not reach beyond the memory. Otherwise copy.
     shape = _joined_shape(xs, dim)
     strides = first.stride()
     last = first.storage_offset()  # the place of the last element
@@ -286,7 +286,7 @@ def _adjoin(xs, dim):
 
 
 def _can_be_viewed(x) -> bool:
-    "Is `x` an ordinary tensor whose numbers lie in memory as they are?"
+    "Is `x` an ordinary strided tensor, without a pending conjugation or negation?"
     if not _is_ordinary(x) or x.layout is not torch.strided:
         return False
     return not (x.is_conj() or x.is_neg())
@@ -324,7 +324,7 @@ def _join(trees, dim, npy, pyt):
     def join(*xs):
         return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
 
-    # Only after an error is it looked for what does not fit.
+    # The search for the container or leaf that does not fit takes time, so it follows an error.
     try:
         return optree.tree_map(join, *trees)
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
@@ -333,7 +333,7 @@ def _join(trees, dim, npy, pyt):
             if flatten(tree)[1] != flatten(trees[0])[1]:
                 Form(trees[0], f"trees[{j}]").other_structure(tree)
 
-        # The structure is the same, so a leaf does not fit.
+        # All structures are equal, so a leaf does not fit: join the leaves of one path at a time.
         columns = [leaves(tree) for tree in trees]
         for path, *xs in zip(paths(trees[0]), *columns):
             try:
@@ -396,9 +396,10 @@ def torchify(
     Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python
     float gets torch's default dtype). A new copy, detached and contiguous, is made if `copy`,
     `pinned` or `shared` is set, if a leading dimension is not 1, or if torch cannot alias the array
-    (read-only memory, negative strides). Set `shared` if the tensor will be sent to another
-    process. Otherwise torch moves it to shared memory when it is sent, and the array no longer
-    aliases it.
+    (read-only memory, negative strides).
+
+    Set `shared` if the tensor will be sent to another process. Otherwise torch moves the tensor to
+    shared memory when it sends it, and from then on the array has other memory than the tensor.
 
     Args:
         tree: container of numeric arrays, host tensors or scalars
@@ -416,7 +417,7 @@ def torchify(
     alias = not (copy or pinned or shared or any(n != 1 for n in leading))
 
     def to_tensor(x):
-        if isinstance(x, np.ndarray) and not (x.flags.writeable and all(n >= 0 for n in x.strides)):
+        if isinstance(x, np.ndarray) and not _torch_can_alias(x):
             x = x.copy()
         x = _on_host(torch.as_tensor(x))
         if alias:
@@ -426,6 +427,11 @@ def torchify(
         return out.share_memory_() if shared else out
 
     return _map_named(to_tensor, tree)
+
+
+def _torch_can_alias(x: np.ndarray) -> bool:
+    "Can a tensor share the memory of `x`? Not if it is read-only, or if a stride is negative."
+    return x.flags.writeable and all(n >= 0 for n in x.strides)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a10d3b3b
 def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
@@ -476,7 +482,7 @@ def without_past(act: Any, rew: Any, fin: torch.Tensor) -> tuple:
     """
 
     def masked(x):
-        # A dimension of size 1 for each further one of the leaf
+        # `fin` needs a dimension of size 1 for each dimension of the leaf after `[T, B]`.
         ones = (1,) * (x.ndim - 2)
         return x.masked_fill(fin.reshape(fin.shape + ones), 0)
 
@@ -489,7 +495,7 @@ PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
 def as_array(x: Any) -> np.ndarray | None:
     """The elements of a tensor or an array, contiguous in host memory; None for other values.
 
-    They are not copied if they are so already.
+    The elements are copied only if they are not contiguous in host memory already.
     """
     if isinstance(x, torch.Tensor):
         if x.requires_grad or not x.is_cpu or x.is_conj() or x.is_neg():
@@ -497,11 +503,12 @@ def as_array(x: Any) -> np.ndarray | None:
         try:
             x = x.numpy()
         except TypeError:
-            x = x.reshape(-1).view(torch.uint8).numpy()  # numpy lacks this dtype, such as bfloat16
+            # numpy lacks some dtypes, such as bfloat16, so these become bytes.
+            x = x.reshape(-1).view(torch.uint8).numpy()
     elif not isinstance(x, (np.ndarray, np.generic)) or x.dtype.hasobject:
         return None
     elif x.dtype.kind in "mM":
-        x = x.view(np.int64)  # times have no buffer
+        x = x.view(np.int64)  # numpy gives no buffer for dates and times
     return x if isinstance(x, np.ndarray) and x.flags.c_contiguous else np.array(x, order="C")
 
 
@@ -514,7 +521,7 @@ def form_of(x: Any) -> str:
         x: a leaf
 
     Raises:
-        TypeError: for another object, because its text may name an address
+        TypeError: for any other object, because its text may contain a memory address
     """
     if isinstance(x, torch.Tensor):
         return f"torch {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
@@ -526,9 +533,9 @@ def form_of(x: Any) -> str:
 
 
 def leaf(x: Any) -> tuple[str, str]:
-    """What is compared of a leaf: `(form, sha256 of its bytes)`. Plain data has no hash.
+    """`(form, sha256 of the bytes)` of a leaf, by which two leaves are compared.
 
-    Raises `TypeError` as `form_of` does.
+    For plain data the hash is an empty text. Raises `TypeError` as `form_of` does.
     """
     data = as_array(x)
     return form_of(x), "" if data is None else hashlib.sha256(data.data).hexdigest()
@@ -568,7 +575,7 @@ class Difference(NamedTuple):
         at: index of the first element that differs; None for plain data, other forms and missing
             leaves
         a: the value in the first tree, or the form of the leaf
-        b: the same of the second tree
+        b: the same for the second tree
     """
 
     path: str
@@ -588,21 +595,21 @@ def first_difference(a: Any, b: Any, root: str = "") -> Difference | None:
 
     Args:
         a: container of arrays, tensors, numbers and texts
-        b: another one
-        root: what the path begins with
+        b: another such container
+        root: first part of the path in the result
     """
     a = named_leaves(a, root)
     b = named_leaves(b, root)
     a_forms = {path: form_of(x) for path, x in a.items()}
     b_forms = {path: form_of(x) for path, x in b.items()}
     for path in [*a, *(path for path in b if path not in a)]:
-        # Another form, or a leaf that is missing
+        # The forms differ, or one tree lacks the leaf.
         a_form = a_forms.get(path, "no such leaf")
         b_form = b_forms.get(path, "no such leaf")
         if a_form != b_form:
             return Difference(path, None, a_form, b_form)
 
-        # Other bits
+        # The forms are equal, but the bits differ.
         byte = _first_byte(as_array(a[path]), as_array(b[path]))
         if byte is not None:
             index = np.unravel_index(byte // a[path].itemsize, a[path].shape)

@@ -39,34 +39,44 @@ def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
 
 
 def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int, ...]]:
-    """The shapes of `x`, with ones appended for missing dimensions, that can be expanded to
-    `shape`. `right`: also with ones in front.
+    """The ways to align `x` with `shape`: shapes of `x`, filled up with ones, that expand to it.
+
+    The ones stand after the dimensions of `x`. With `right`, they may also stand before them.
     """
     ones = (1,) * (len(shape) - x.dim())
     candidates = [(*x.shape, *ones)]
     if right and (*ones, *x.shape) not in candidates:
         candidates.append((*ones, *x.shape))
 
-    def fits(way):
-        if len(way) != len(shape):
+    def expands(candidate):
+        if len(candidate) != len(shape):
             return False
-        return all(n in (1, m) for n, m in zip(way, shape))
+        return all(n in (1, size) for n, size in zip(candidate, shape))
 
-    return list(filter(fits, candidates))
+    return list(filter(expands, candidates))
 
 
 def _describe(x) -> str:
+    "Class, dtype and shape of an argument, for messages."
     kind = "tensor" if isinstance(x, Tensor) else type(x).__name__
     return f"{kind} {describe(x)}"
 
 
 def _or_part(text: str, shape: torch.Size, which: str = "first") -> str:
+    """The expected form of an argument, for a message.
+
+    If `shape` has two or more dimensions, the argument may have only some of them.
+    """
     return text if len(shape) < 2 else f"{text} or its {which} dimensions"
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #f716926b
 def _rows(cut: Any = None, **args: Any) -> Any:
-    """`args` as tensors of the shape `[T, ...]` of the first one, `cut` as a mask or None, and a
-    function that converts results back.
+    """Convert the arguments of an estimator to tensors of one shape `[T, ...]` and dtype.
+
+    The first of `args` decides shape and dtype. Raises `DataError`, which names the argument.
+
+    Returns the tensors of `args`, then the mask `cut` or None, and then the function that converts
+    a result to the library of the first argument.
     """
     (first, x), *_ = args.items()
     numpy = isinstance(x, np.ndarray)
@@ -78,7 +88,7 @@ def _rows(cut: Any = None, **args: Any) -> Any:
             got=_describe(x),
         )
 
-    # All others have the form of the first.
+    # Bring the other arguments into the shape and dtype of the first one.
     del args[first]
     others = [_row(name, x, first, like, numpy) for name, x in args.items()]
     mask = None if cut is None else _mask(cut, like, numpy)
@@ -91,10 +101,10 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
     `first`.
     """
     x = _as_tensor(arg, numpy)
-    rate = name in ("discount", "a")
+    is_rate = name in ("discount", "a")
 
-    # A rate of integers is a mask times a gamma of 0 or 1.
-    if rate and x is not None and x.dtype == torch.int64:
+    # A discount of integers is a mask times a gamma of 0 or 1.
+    if is_rate and x is not None and x.dtype == torch.int64:
         x = x.to(like.dtype)
     if x is not None and x.shape == like.shape and x.dtype == like.dtype:
         return x
@@ -109,11 +119,11 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
             got=_describe(arg),
         )
 
-    # A rate may lack its first dimensions, anything else its last ones.
+    # Only a discount may lack its first dimensions. Every argument may lack its last ones.
     ways = []
-    may_be_padded = rate or x.shape[:1] in ((), like.shape[:1])
+    may_be_padded = is_rate or x.shape[:1] in ((), like.shape[:1])
     if x.dtype == like.dtype and may_be_padded:
-        ways = _padded(x, like.shape, right=rate)
+        ways = _padded(x, like.shape, right=is_rate)
     if len(ways) == 1:
         return x.reshape(ways[0]).expand(like.shape)
     if ways:
@@ -124,12 +134,13 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
         )
     raise DataError(
         f"{name}: does not match {first}",
-        expected=_or_part(form, like.shape, "first or last" if rate else "first"),
+        expected=_or_part(form, like.shape, "first or last" if is_rate else "first"),
         got=_describe(arg),
     )
 
 
 def _mask(cut: Any, like: Tensor, numpy: bool) -> Tensor:
+    "The argument `cut` as a bool tensor of the shape of `like`."
     x = _as_tensor(cut, numpy)
     if x is not None and x.dtype is torch.bool and x.shape[:1] == like.shape[:1]:
         ways = _padded(x, like.shape)
@@ -164,6 +175,7 @@ def _edge(name: str, x: Any, like: Tensor) -> Tensor:
 
 
 def _check_unit(**args: float) -> None:
+    "Raise `DataError` for the first argument that is outside of [0, 1]."
     for name, x in args.items():
         if not 0 <= x <= 1:
             raise DataError(
@@ -216,7 +228,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _solve_in_order(a: Tensor, b: Tensor) -> Tensor:
-    "As `_solve`, row by row. No products of coefficients are formed, which might overflow."
+    "As `_solve`, but row by row, without products of coefficients, which might overflow."
     x = torch.zeros_like(b[0])
     rows = []  # the last one first
     for a_t, b_t in zip(reversed(a.unbind()), reversed(b.unbind())):
@@ -256,20 +268,25 @@ def discounted_returns(
     Raises:
         DataError: if shapes or dtypes do not fit; the message names the argument.
     """
-    optional = dict(v_tp1=v_tp1, rho=rho)
-    optional = {name: x for name, x in optional.items() if x is not None}
+    # The arguments as tensors; those that are None are left out
+    optional = {}
+    if v_tp1 is not None:
+        optional["v_tp1"] = v_tp1
+    if rho is not None:
+        optional["rho"] = rho
     r, g, *others, end, back = _rows(
         cut,
         rew=rew,
         discount=discount,
         **optional,
     )
-    optional = dict(zip(optional, others))
+    tensor_of = dict(zip(optional, others))
 
-    # What follows where the trace stops: the value of the state reached, or the bootstrap
+    # The value of the return after a row where the trace stops, and 0 elsewhere: V of the state
+    # reached where an episode ends, and the bootstrap after the last row
     tail = torch.zeros_like(r)
     if end is not None and v_tp1 is not None:
-        tail = optional["v_tp1"].masked_fill(~end, 0.0)
+        tail = tensor_of["v_tp1"].masked_fill(~end, 0.0)
     last = _edge("bootstrap", bootstrap, r)
     if end is not None:
         last = last * ~end[-1]
@@ -281,16 +298,18 @@ def discounted_returns(
     b = r + g * tail
     if rho is None:
         return back(_solve(a, b))
-    a = optional["rho"] * a
-    b = optional["rho"] * b
+    a = tensor_of["rho"] * a
+    b = tensor_of["rho"] * b
     x = _solve(a, b)
+
+    # Products of large weights may overflow. Row by row, no such products are formed.
     return back(x if x.isfinite().all() else _solve_in_order(a, b))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #5724fbca
 def n_step_returns(
     rew: Array, v_tp1: Array | float, discount: Array | float, n: int, cut: Array | None = None
 ) -> Array:
-    """Return of at most n steps, and the value of the state reached there.
+    """Rewards of at most n steps, plus the value of the state that the last of them reached.
 
         Gₜ⁽¹⁾ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁)
         Gₜ⁽ⁿ⁾ = rₜ₊₁ + γₜ₊₁ Gₜ₊₁⁽ⁿ⁻¹⁾,    but Gₜ⁽ⁿ⁾ = Gₜ⁽¹⁾ where row t is cut or the last
@@ -330,7 +349,7 @@ def n_step_returns(
     b = r if end is None else torch.where(end, one_step, r)
     b = torch.cat([b[:-1], one_step[-1:]])
 
-    # So many steps reach the end of each trace.
+    # T steps and more reach the end of each trace, so one recursion over all rows is enough.
     if n >= len(r):
         return back(_solve(a, b))
 
@@ -371,6 +390,7 @@ def td_errors(
 
 
 def _td(r: Tensor, v: Tensor, v_next: Tensor, g: Tensor) -> Tensor:
+    "`td_errors` of tensors of one shape."
     return torch.addcmul(r, g, v_next) - v
 
 
@@ -409,7 +429,6 @@ def gae(
         DataError: if shapes or dtypes do not fit or lam is out of range; the message names the
             argument.
     """
-    # The recursion over the TD errors, stopped at each end
     _check_unit(lam=lam)
     r, v, v_next, g, end, back = _rows(
         cut,
@@ -418,6 +437,8 @@ def gae(
         v_tp1=v_tp1,
         discount=discount,
     )
+
+    # The recursion over the TD errors, which stops at each end of an episode
     return back(_solve(_carry(g * lam, end), _td(r, v, v_next, g)))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #53661be4
@@ -460,8 +481,8 @@ def vtrace(
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
         rho: ρₜ = π(aₜ|sₜ) / μ(aₜ|sₜ) [T, ...], importance weights, not yet clipped
         lam: λ in [0, 1]
-        c_clip: c̄, greatest weight with which later errors are carried back
-        rho_clip: ρ̄ >= c̄, greatest weight of an error
+        c_clip: c̄, maximum weight with which later errors are carried back
+        rho_clip: ρ̄ >= c̄, maximum weight of an error
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated
 
     Raises:
@@ -479,11 +500,15 @@ def vtrace(
             got=describe(c_clip),
         )
 
-    # δ and its coefficients, then e by the recursion, and both results
+    # δ
     weight = ratio.clamp(max=rho_clip)
     delta = _td(r, v, v_next, g)
+
+    # e, by the recursion
     carry = _carry(g * lam, end)
     error = _solve(carry * ratio.clamp(max=c_clip), weight * delta)
+
+    # The part of the advantage that comes from later errors
     later = torch.zeros_like(error)
     later[:-1] = carry[:-1] * error[1:]
     return VTraceTargets(back(v + error), back(weight * (delta + later)))
@@ -502,6 +527,7 @@ def running_returns(rew: Array, discount: Array | float, before: Array | float =
     """
     r, g, _, back = _rows(rew=rew, discount=discount)
     first = r[0] + g[0] * _edge("before", before, r)
-    # The recursion runs backwards, so time does.
     b = torch.cat([first[None], r[1:]])
+
+    # The recursion runs backwards in time, so it gets the rows in reversed order.
     return back(_solve(g.flip(0), b.flip(0)).flip(0))

@@ -46,7 +46,7 @@ def _parallel(make):
             expected="a parallel one, such as `pettingzoo.utils.conversions.aec_to_parallel(env)`",
         )
 
-    # What a batch of agents asks of it
+    # Attributes and methods that `Agents` uses
     interface = "possible_agents", "observation_space", "action_space", "reset", "step"
     lacks = [name for name in interface if not hasattr(env, name)]
     if lacks:
@@ -61,7 +61,7 @@ def _parallel(make):
 def _shared_space(envs, kind, pad):
     """The space of all agents in all environments.
 
-    Raises `EnvError`, which names the agent that has another one.
+    Raises `EnvError`, which names an agent with another space.
     """
     first = envs[0].possible_agents[0]
     space = getattr(envs[0], kind)(first)
@@ -82,7 +82,7 @@ def _shared_space(envs, kind, pad):
 def _names(envs):
     """The names of the agents.
 
-    Raises `EnvError` if the environments are not several ones of one kind.
+    Raises `EnvError` if two environments are the same object, or have different agents.
     """
     if len({*map(id, envs)}) < len(envs):
         raise EnvError(
@@ -103,7 +103,7 @@ def _names(envs):
 
 
 def _with_id(space, n):
-    "The space of observations with the number of one of `n` agents."
+    "The observation space `space` with an entry for the number of the agent, one of `n`."
     parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else dict(obs=space)
     if AGENT in parts:
         raise EnvError(
@@ -113,7 +113,7 @@ def _with_id(space, n):
 
 # %% ../../../nbs/pipes/10_envs/10_agents.ipynb #38615eac
 def _answer(env, method, n, *args, **kwargs):
-    "What a method of a parallel environment returns, a tuple of `n`. Raises `EnvError`."
+    "Call a method of a parallel environment, which must return a tuple of `n`, else `EnvError`."
     answer = getattr(env, method)(*args, **kwargs)
     return tuple_of(
         answer,
@@ -124,7 +124,7 @@ def _answer(env, method, n, *args, **kwargs):
 
 
 def _part(answer, leaf, agent):
-    "The entry of an agent. Raises `EnvError`."
+    "The entry of an agent in a part of an answer. Raises `EnvError` if there is none."
     try:
         return answer[agent]
     except (LookupError, TypeError):
@@ -140,17 +140,20 @@ class Agents(gym.vector.VectorEnv):
     """The agents of parallel environments (PettingZoo) as one vector environment
     `[copies * n_agents]`, all agents of the first copy first.
 
-    Copies are reset when none of their agents is left. Each copy gets a seed of its own at the
-    first reset. A wrapper that counts steps, such as `RecordEpisodeStatistics`, also counts those
-    in which an agent rests. Raises `EnvError`, which names the agent and the part of the answer
-    that is wrong: a turn-based environment, agents with different spaces, a living agent without
-    observation, or one that is gone although its episode did not end.
+    A copy is reset when none of its agents is left. Each copy gets a seed of its own at the first
+    reset. A wrapper that counts steps, such as `RecordEpisodeStatistics`, also counts the steps in
+    which an agent rests.
 
     Args:
-        make: makes a new parallel environment
+        make: function without arguments that makes a new parallel environment
         copies: number of environments
-        ids: observations are dicts, which have the number of the agent as the entry 'agent', beside
-            the entry 'obs' or those of a `Dict`
+        ids: add the number of the agent to its observation, as the entry 'agent' of a dict. A dict
+            keeps its other entries, and any other observation becomes the entry 'obs'
+
+    Raises:
+        EnvError: agents take turns, or have different spaces, a living agent has no observation, or
+            an agent is gone although its episode did not end. The message names the agent and the
+            wrong part of the answer.
     """
 
     metadata = dict(autoreset_mode=SAME_STEP)
@@ -171,7 +174,7 @@ class Agents(gym.vector.VectorEnv):
             self.close_extras()
             raise
 
-        # The spaces of one agent, and of all of them
+        # The spaces of one agent, and those of all agents
         self.num_envs = copies * len(self.agents)
         self.single_observation_space = obs
         self.single_action_space = act
@@ -180,7 +183,7 @@ class Agents(gym.vector.VectorEnv):
 
         self._obs = nested.alloc(self._like, self.num_envs)  # the present observations
         self._action_rows = action_rows(act, clip=False)
-        self.resting = np.zeros(self.num_envs, bool)  # who takes no part in the next step
+        self.resting = np.zeros(self.num_envs, bool)  # agents that take no part in the next step
 
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
@@ -192,8 +195,8 @@ class Agents(gym.vector.VectorEnv):
         """Reset all copies. Returns `(obs, infos)`; the infos of a reset are left out.
 
         Args:
-            seed: an int, or one for each column, of which a copy gets that of its first agent;
-                None: the copies go on with their generators
+            seed: an int, or a list with a seed for each column, from which a copy takes the seed of
+                its first agent; None: the copies continue with their generators
             options: for the `reset` of each copy
         """
         if isinstance(seed, list):
@@ -212,10 +215,9 @@ class Agents(gym.vector.VectorEnv):
     def step(self, actions: Any) -> tuple:
         """Step all copies.
 
-        Returns `(obs, rewards, terminations, truncations, infos)`, those of agents that rest
-        without meaning.
-
-        The infos are `agents`, one dict for each column, and `final_obs`, where an episode ended.
+        Returns `(obs, rewards, terminations, truncations, infos)`. The values of agents that rest
+        have no meaning. The infos are `agents`, one dict for each column, and, if an episode ended
+        in this step, `final_obs`.
 
         Args:
             actions: `[copies * n_agents, ...]`, in the containers of the action space
@@ -227,7 +229,7 @@ class Agents(gym.vector.VectorEnv):
         infos = [{} for _ in range(n)]
         final = np.full(n, None, object)
         for c, env in enumerate(self.copies):
-            # Agent -> its column, for those that take part
+            # Agent -> its column, for the agents that take part in this step
             acting = {agent: b for b, agent in self._columns(c) if not self.resting[b]}
             obs_of, rew_of, terminated_of, truncated_of, info_of = _answer(
                 env,
@@ -250,7 +252,7 @@ class Agents(gym.vector.VectorEnv):
                         ends[:, b] = over
                         final[b] = nested.map(np.array, nested.getitem(self._obs, b))
 
-                    # An agent stays in `agents` exactly as long as its episode goes on.
+                    # An agent must stay in `agents` until its episode ends, and no longer.
                     stays = agent in env.agents
                     if stays == ended:
                         raise EnvError(
@@ -270,25 +272,25 @@ class Agents(gym.vector.VectorEnv):
         return nested.map(np.copy, self._obs), scalar_rewards(rew), ends[0], ends[1], infos
 
     def _columns(self, c):
-        "Pairs of a column and its agent, for copy `c`."
+        "Pairs `(column, agent)` of copy `c`."
         return enumerate(self.agents, c * len(self.agents))
 
     def _begin(self, c, **reset_arguments):
+        "Reset copy `c`."
         obs, _ = _answer(self.copies[c], "reset", 2, **reset_arguments)
         self._seat(c, obs)
 
     def _seat(self, c, obs, acting=()):
-        """After a reset or a step of copy `c`, say who rests, and store the observations that are
-        missing.
+        """After a reset or a step of copy `c`, update `resting`, and store missing observations.
 
-        Agents that are new begin, and those that are gone rest. After a reset, an agent that rests
-        shows the observation of the first agent that does not.
+        New agents act from the next step on, and agents that are gone rest. After a reset, an agent
+        that rests gets the observation of the first agent that acts.
 
         Args:
             c: number of the copy
             obs: agent -> observation
-            acting: agent -> column of those that took part in the step, whose observations are
-                stored already; empty after a reset
+            acting: agent -> column, for the agents that took part in the step, whose observations
+                are stored already; empty after a reset
         """
         env = self.copies[c]
         if not env.agents or not {*env.agents} <= {*self.agents}:
@@ -300,12 +302,13 @@ class Agents(gym.vector.VectorEnv):
                 got=str(env.agents),
             )
 
-        # A new mask, because others hold the one of the step before
+        # A new array, because callers still use the mask of the previous step
         resting = self.resting.copy()
         for b, agent in self._columns(c):
             resting[b] = agent not in env.agents
 
-            # After a step, those that acted are stored already, and those that rest keep theirs.
+            # After a step, the observations of agents that acted are stored already, and agents
+            # that rest keep their last observation.
             is_stored = agent in acting or (resting[b] and acting)
             if is_stored:
                 continue

@@ -58,14 +58,15 @@ def extra_for(env_id: str, error: Exception) -> str | None:
 
 
 def _install(extra):
+    "The command that installs an extra of rollpipe."
     return f"the extra {extra!r} of rollpipe: `pip install 'rollpipe[{extra}]'`"
 
 
 def check_id(env_id: str) -> str:
     """Return `env_id` if gymnasium knows it, else raise `EnvError` with the most similar known ids.
 
-    For an id `module:Name-v0`, the module is imported first; it must register the environment. That
-    of `ALE/...` is `ale_py`.
+    For an id `module:Name-v0`, the module is imported first, and must register the environment. For
+    an id `ALE/...` the module is `ale_py`.
     """
     module, _, name = str(env_id).rpartition(":")
     if not module and name.startswith("ALE/") and find_spec("ale_py"):
@@ -84,16 +85,19 @@ def check_id(env_id: str) -> str:
 
 
 def _unknown_id(env_id: str, error: Exception) -> EnvError:
-    "The error for an id that gymnasium does not know, with the ways out."
+    "The error for an id that gymnasium does not know, with a text of what the user can do."
     module, _, name = str(env_id).rpartition(":")
     got = f"{type(error).__name__}: {error}"
     if extra := extra_for(env_id, error):
         return EnvError(f"{env_id!r} needs a package that is not installed", expected=extra)
+
+    # The id names a module that cannot be imported.
     if isinstance(error, ModuleNotFoundError):
         problem = f"the module of the environment id {env_id!r} cannot be imported"
         expected = "MODULE:ID, with a module in this folder or of an installed package"
         return EnvError(problem, expected=expected, got=got)
 
+    # Known ids with similar names, and how to register an own environment
     prefix = f"{module}:" if module else ""
     near = [prefix + known for known in similar(name, gym.registry, cutoff=0.5)]
     hint = (
@@ -153,13 +157,13 @@ def close_env(env: Any, name: str, **where: Any) -> None:
 
 # %% ../../../nbs/pipes/10_envs/01_factories.ipynb #30644b7e
 def limited(env: Any, max_episode_steps: int, name: str) -> gym.Env:
-    """The environment, whose episodes are truncated after so many steps.
+    """Wrap the environment in a time limit: its episodes are truncated after `max_episode_steps`.
 
-    Raises `EnvError` for a vector, which is closed.
+    Raises `EnvError` for a vector environment, after closing it.
 
     Args:
         env: single environment
-        max_episode_steps: largest number of steps of an episode
+        max_episode_steps: maximum number of steps of an episode
         name: name of the environment in the message
     """
     if not is_vector(env):
@@ -195,7 +199,7 @@ class EnvFactory:
             self.name = check_id(source)
             self.takes_seed = False
             return
-        # A `TensorEnv`, which may be a module, has `n_envs`.
+        # Agents and networks are refused. A `TensorEnv` may be a module too, but has `n_envs`.
         is_agent = hasattr(source, "actor")
         is_network = isinstance(source, torch.nn.Module) and not hasattr(source, "n_envs")
         if is_agent or is_network:
@@ -235,19 +239,19 @@ class EnvFactory:
 
     def __call__(self, seed: int | None = None) -> Any:
         try:
-            # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks
-            # every step.
             if isinstance(self.source, str):
                 kwargs, wrappers = wrappers_in(self.env_kwargs)
-                env = gym.make(
-                    check_id(self.source), **{"disable_env_checker": True, **kwargs}
-                )  # a worker may lack the module of the id
+                # The id is checked again, because a worker process may lack its module.
+                env_id = check_id(self.source)
+                # gymnasium's own checker is off: it checks only the first step, and `EnvBatch`
+                # checks every step.
+                env = gym.make(env_id, **{"disable_env_checker": True, **kwargs})
                 for wrapper in wrappers:
                     env = wrapper(env)
             else:
                 env = self.source(seed=seed) if self.takes_seed else self.source()
         except SpaceError as e:
-            # A wrapper such as `WithActionMask` raised it, and has named what it expects.
+            # A wrapper such as `WithActionMask` raised this error, which names the expected space.
             raise e.locate(env=self.name) from None
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
@@ -257,7 +261,7 @@ class EnvFactory:
                 expected=hint,
             ) from e
         if isinstance(env, gym.Env) or is_vector(env):
-            # The episodes of an id are limited by gymnasium, or by a wrapper.
+            # For an id, `gymnasium.make` or a wrapper has set the time limit already.
             is_limited = not isinstance(self.source, str) and self.env_kwargs
             return limited(env, name=self.name, **self.env_kwargs) if is_limited else env
         if hasattr(env, "possible_agents"):
@@ -276,15 +280,16 @@ class EnvFactory:
 
     @property
     def key(self) -> tuple:
-        """Factories with the same key make the same environments, while the id is not registered
-        anew, and the callable exists.
+        """A key for comparing factories. With equal keys, they make the same environments.
+
+        This holds as long as no id is registered again, and the callable exists.
         """
         source = self.source if isinstance(self.source, str) else id(self.source)
         return source, repr(self.env_kwargs)
 
     def unused(self, seed: int | None = None) -> Any:
-        """The environment that `spaces_of` has made in a block of `spare_environments`; a new one
-        if there is none.
+        """Return the environment that `spaces_of` has made in a block of `spare_environments`, or a
+        new one if there is none.
         """
         spares = _spares.get() or {}
         return spares.pop(self.key) if self.key in spares else self(seed)
@@ -292,7 +297,7 @@ class EnvFactory:
     def __repr__(self):
         return self.name
 
-    # A callable may be a lambda, which only cloudpickle pickles.
+    # cloudpickle, because pickle refuses a lambda.
     def __getstate__(self):
         if isinstance(self.source, str):
             return self.__dict__
@@ -404,8 +409,8 @@ class VectorFactory:
                 expected=hint,
             ) from e
 
-        # Only 'sync' and 'async' put wrappers around their environments. Another vector is refused
-        # if it needs one: that of Atari, or that of a mask which its observations lack.
+        # Only 'sync' and 'async' put wrappers around their environments. Other vectors are refused
+        # if they need a wrapper: that of Atari, or that of a mask which their observations lack.
         key = self.env_kwargs.get("with_action_mask")
         lacks_mask = False
         if key is not None:
@@ -432,8 +437,8 @@ class VectorFactory:
     def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
         if self.vector != "vector_entry_point":
-            # `wrappers` among the keyword arguments stand around ours. The checker is off, because
-            # `VectorBatch` checks every step.
+            # The wrappers that the user passes to gymnasium are applied after those of `atari` and
+            # masks. The checker is off, because `VectorBatch` checks every step.
             wrappers = [*wrappers, *kwargs.pop("wrappers", ()), CopiesLastObs]
             options = dict(disable_env_checker=True, wrappers=wrappers)
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second
@@ -457,12 +462,12 @@ _spares: ContextVar[dict | None] = ContextVar(
 
 @contextmanager
 def spare_environments() -> Iterator[None]:
-    """In the block, environments of ids that `spaces_of` makes stay open for `EnvFactory.unused`.
+    """A `with` block in which the environments that `spaces_of` makes from ids stay open.
 
-    Those left over are closed at its end.
+    `EnvFactory.unused` returns them. The end of the block closes those that are left.
     """
     if _spares.get() is not None:
-        yield  # the block around this one closes them
+        yield  # in a nested block, the outer block closes the environments
         return
     spares: dict = {}
     token = _spares.set(spares)
@@ -478,7 +483,8 @@ _known_spaces: dict = {}  # key of a factory -> spaces
 
 
 def _spaces_of_id(factory):
-    # The environment stays open if the caller is in such a block, too.
+    "The spaces of the environments of an id."
+    # If the caller has such a block open, the environment stays open until the end of that block.
     with spare_environments():
         spares: Any = _spares.get()
         if factory.key not in spares:
@@ -496,7 +502,7 @@ def _spaces_of_id(factory):
 def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
     """`(observation_space, action_space)` of one environment, also for a vector.
 
-    An environment that this function makes is closed again.
+    If this function has to make an environment, it also closes it.
 
     Args:
         env: id, factory, environment, list of them, or a pair of spaces
@@ -556,10 +562,10 @@ def no_array_form(space: str, leaf: str) -> SpaceError:
 
 
 def space_spec(space: gym.Space, what: str = "space") -> Any:
-    """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples; int32 or int64
-    for uint16 to uint64, as torch needs it.
+    """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples.
 
-    Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph,
+    The dtypes uint16, uint32 and uint64 become int32 and int64, which torch supports. Raises
+    `SpaceError`, which names a part of the space that has no fixed-size array form (Text, Graph,
     Sequence, OneOf) or is empty.
 
     Args:
@@ -590,8 +596,9 @@ def space_spec(space: gym.Space, what: str = "space") -> Any:
 
 # %% ../../../nbs/pipes/10_envs/01_factories.ipynb #461008c9
 def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:
-    """For each environment, three integers from its own child of `seed`: for its factory (31 bits),
-    its first reset and its action space.
+    """Three seeds for each environment, from its own child of `seed`.
+
+    They are for its factory (31 bits), for its first reset, and for its action space.
 
     Args:
         seed: seed of the whole batch
@@ -613,7 +620,8 @@ class Claim:
     """
 
     def __init__(self):
-        # index -> environment; a reference, so that no other object gets the id of the environment
+        # Index -> environment. A reference, so that no other object gets the `id` of the
+        # environment
         self._held = {}
         self.lost = []  # indices of environments that other batches have claimed later
 
@@ -628,7 +636,7 @@ class Claim:
         """
         env = getattr(env, "unwrapped", env)
 
-        # The claim that holds it until now, and its index there
+        # The claim that holds the environment so far, and the index of the environment there
         holder = _claims.get(id(env))
         index = None
         if holder is not None:
@@ -673,8 +681,9 @@ class Claim:
         Those in `lost` belong to another batch now, so the caller must not close them.
         """
         for b, env in self._held.items():
-            # While this claim is garbage-collected, its weak entry has vanished already. Then there
-            # is no holder, or one that could not enter the environment in `lost`.
+            # While this claim is garbage-collected, its weak entry in `_claims` is gone already. So
+            # a later claim did not see it, and did not add the environment to `lost`. This is done
+            # here.
             holder = _claims.get(id(env))
             if holder is self:
                 del _claims[id(env)]

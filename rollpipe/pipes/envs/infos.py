@@ -8,6 +8,7 @@ __all__ = ['FINAL', 'filler', 'InfoRecorder', 'SingleInfos', 'reporters', 'is_ma
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #4daea50e
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,7 @@ def filler(like: np.ndarray) -> np.ndarray:
 
 
 def _fillers(column):
+    "A column `[n, ...]`, nested, in which each number is the filler of its dtype."
     return nested.map(lambda x: np.full_like(x, filler(x)), column)
 
 
@@ -49,6 +51,7 @@ def _arrays(key, value, env=None):
 
 
 def _endless(key, value, env=None):
+    "The error for an info that contains itself."
     return EnvError(
         "an info contains itself",
         env=env,
@@ -81,7 +84,7 @@ class InfoRecorder:
     Args:
         n: number of environments
         keys: which infos are recorded; None: all numeric infos
-        stream: identifies a stream, in which each warning is logged once; None: a stream of its own
+        stream: key of a stream; each warning is logged once in a stream; None: a new stream
     """
 
     LEFT_OUT = (
@@ -94,28 +97,29 @@ class InfoRecorder:
     def __init__(self, n: int, keys: Any = None, stream: Any = None):
         self.n = n
         self.stream = object() if stream is None else stream
-        # keys that the user has chosen and no environment has reported yet; None: all are recorded
+        # Keys that the user has chosen and no environment has reported yet; None: the user has
+        # chosen none, so all infos are recorded
         self.awaited = None if keys is None else {*keys}
-        # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype
+        # Key -> a column `[n, ...]` of fillers, in the recorded shape and dtype
         self.like = {}
-        # keys whose columns have a mask beside them
+        # Keys whose columns have a mask
         self.masked = set()
-        # keys that are recorded, or left out for good
+        # Keys that are recorded, or that are left out from now on
         self.known = set()
-        # whether a step was recorded
+        # True after the first step
         self.begun = False
 
     def get_state(self) -> dict:
-        "What is recorded so far, and how."
+        "Which infos are recorded so far, with their shapes, dtypes and masks."
         names = "awaited", "like", "masked", "known", "begun"
         return {name: getattr(self, name) for name in names}
 
     def set_state(self, state: dict) -> None:
-        "Go on from what `get_state` returned."
+        "Continue from a state that `get_state` returned."
         vars(self).update(state)
 
     def is_news(self, names: Iterable) -> bool:
-        "Is there an info among `names` that is to be recorded, and has not appeared before?"
+        "Does an info in `names` appear for the first time, and may it be recorded?"
         if self.awaited is None:
             return not self.known.issuperset(names)
         return bool(self.awaited) and not self.awaited.isdisjoint(names)
@@ -126,6 +130,7 @@ class InfoRecorder:
         Raises `EnvError` if the info cannot be recorded although the user has chosen it.
 
         Args:
+            key: name of the info
             column: first column of the info, nested `[n, ...]`; None: the info is not numeric
             value: reported value, for messages
         """
@@ -158,6 +163,7 @@ class InfoRecorder:
 
         Args:
             columns: dict that gets the column, and the mask if there is one
+            key: name of the info
             column: nested `[n, ...]`, which may be overwritten; None: no environment has reported
                 the info
             has_info: bool `[n]`: True for the environments that have reported the info
@@ -171,7 +177,7 @@ class InfoRecorder:
                 for x in nested.leaves(column):
                     x[~has_info] = filler(x)
 
-        # An info gets a mask with the first step that an environment made without reporting it.
+        # The mask of an info begins with the first step at which an environment did not report it.
         if key not in self.masked and (valid & ~has_info).any():
             self.masked.add(key)
         columns[key] = column
@@ -213,7 +219,12 @@ class InfoRecorder:
         )
 
     def say(self, texts: dict, message: str) -> None:
-        "Log a warning with the `texts` of those keys for which this stream has not logged one yet."
+        """Log a warning about those keys for which this stream has not logged a warning yet.
+
+        Args:
+            texts: key -> its text in the warning
+            message: the warning, with `%s` for the texts
+        """
         new = {key: text for key, text in texts.items() if (self.stream, key) not in self.logged}
         self.logged.update((self.stream, key) for key in texts)
         if new:
@@ -226,7 +237,7 @@ class InfoRecorder:
             )
 
     def say_awaited(self) -> None:
-        "Warn, after an episode has ended, of the chosen infos that have not appeared."
+        "After the end of an episode, warn about the chosen infos that have not appeared."
         self.say(
             {key: repr(key) for key in self.awaited or ()},
             "`info_keys` names infos that no environment has reported in its first "
@@ -258,6 +269,7 @@ class SingleInfos(InfoRecorder):
         return columns
 
     def _dicts(self, infos):
+        "The infos as plain dicts. Raises `EnvError` if one of them is no mapping."
         for b, info in enumerate(infos):
             if not isinstance(info, Mapping):
                 raise EnvError(
@@ -270,8 +282,8 @@ class SingleInfos(InfoRecorder):
 
         The first environment that reports an info defines its shape and dtype.
         """
-        # Info -> its value in the first environment that reports it, and the number of that one.
-        # The environments are read from the last to the first, so the first one's value remains.
+        # Info -> (value, number of the environment) for the first environment that reports it. The
+        # loop runs from the last environment to the first, which overwrites the values of others.
         first = {}
         for b in reversed(range(self.n)):
             for key, x in infos[b].items():
@@ -300,7 +312,7 @@ class SingleInfos(InfoRecorder):
             else:
                 return
 
-        # Otherwise with a filler where an environment reports nothing
+        # Some environments may not report the info, so their rows get the filler.
         has_info = np.array([key in info for info in infos])
         column = None
         if has_info.any():
@@ -309,6 +321,7 @@ class SingleInfos(InfoRecorder):
         self.put(columns, key, column, has_info, valid)
 
     def _column(self, key, values):
+        "The column of an info, from its value in each environment. Raises `EnvError`."
         try:
             if isinstance(self.like[key], np.ndarray):
                 return self.widened(key, np.array(values))
@@ -348,6 +361,7 @@ def reporters(infos: Mapping, key: str, among: np.ndarray) -> np.ndarray:
 
 
 def is_mask(key: Any, infos: Mapping) -> bool:
+    "Is `key` the name of a mask, whose info is in `infos` too?"
     return isinstance(key, str) and key.startswith("_") and key[1:] in infos
 
 
@@ -355,8 +369,8 @@ def column_of(leaf: str, value: Any, has_info: np.ndarray) -> Any:
     """The info `value` of a vector environment as nested arrays `[n, ...]` with memory of their
     own; None if `value` is not numeric.
 
-    Only the rows `has_info` have a meaning. Raises `EnvError` if one of these environments has not
-    reported a part of the info.
+    Only the rows where `has_info` is True have a meaning. Raises `EnvError` if one of these
+    environments has not reported a part of the info.
     """
     if isinstance(value, dict):
         parts = {k: x for k, x in value.items() if not is_mask(k, value)}
@@ -395,7 +409,7 @@ class VectorInfos(InfoRecorder):
     "Records the infos of a vector environment."
 
     # Names of infos about the episode that has ended, such as its statistics. With SameStep, a
-    # vector has them beside the infos of the reset, and not in `final_info`.
+    # vector puts them among the infos of the reset, and not into `final_info`.
     of_ends: Any = ()
 
     def record(self, infos: dict, ended: np.ndarray, valid: np.ndarray) -> dict:
@@ -406,8 +420,9 @@ class VectorInfos(InfoRecorder):
             ended: bool `[n]`: where an episode ended
             valid: bool `[n]`: where a step took place
         """
-        # Each source of infos, and the environments that it is about. Of an environment that was
-        # reset in this step, the infos of its last step are recorded, and not those of the reset.
+        # Pairs of a dict of infos, and a mask of the environments for which it is read. If an
+        # environment was reset in this step, the infos of its last step are recorded, and not those
+        # of the reset.
         sources = [(infos, valid)]
         if "final_info" in infos:
             with_masks = [*self.of_ends, *(f"_{key}" for key in self.of_ends)]
@@ -452,7 +467,7 @@ class VectorInfos(InfoRecorder):
             )
             if why:
                 left_out[key] = why
-            self.known.add(f"_{key}")  # its mask is no news
+            self.known.add(f"_{key}")  # so that `is_news` ignores the mask
         self.say(left_out, self.LEFT_OUT)
 
     def _column(self, key, value, has_info):
@@ -477,21 +492,18 @@ class VectorInfos(InfoRecorder):
             part = self._column(key, infos[key], has_info)
             if part is None:
                 self.check_form(key, infos[key])  # raises: its form has changed
-            # Each environment has its info from the source in which it has reported it.
+            # Later sources replace the rows of their environments.
             if column is not None:
-
-                def rows(x, y, has_info=has_info):
-                    return np.where(
-                        has_info.reshape(-1, *[1] * (x.ndim - 1)),
-                        x,
-                        y,
-                    )
-
                 part = nested.map(
-                    rows,
+                    partial(_rows_from, has_info),
                     self.widened(key, part),
                     self.widened(key, column),
                 )
             column = part
             in_column = in_column | has_info
         return column, in_column
+
+
+def _rows_from(mask, x, y):
+    "The rows of `x` `[n, ...]` where `mask` `[n]` is True, and the rows of `y` elsewhere."
+    return np.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)

@@ -35,10 +35,10 @@ from ..keeping.random_states import GlobalRandomStates
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #91890656
 def has_state(env: Any) -> bool:
-    "Has the class of `env` the methods `get_state()` and `set_state(state)`?"
+    "Does the class of `env` have the methods `get_state()` and `set_state(state)`?"
 
     def n_required(name):
-        "How many arguments a method needs, with `self`."
+        "Number of required arguments of a method, with `self`; None if there is no such method."
         try:
             parameters = signature_of(getattr(type(env), name)).parameters.values()
         except (AttributeError, TypeError, ValueError):
@@ -52,7 +52,7 @@ def has_state(env: Any) -> bool:
 
 
 def layers(env: Any) -> list:
-    "The environment and what it wraps, outermost first."
+    "The environment and all environments within its wrappers, the outermost one first."
     envs = [env]
     while isinstance(envs[-1], (gym.Wrapper, gym.vector.VectorWrapper)):
         envs.append(envs[-1].env)
@@ -60,7 +60,10 @@ def layers(env: Any) -> list:
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #34ce26e1
 class ActionLog:
-    "The actions that an environment has taken, in arrays, integers with as few bytes as they need."
+    """The actions that an environment has taken, packed in arrays.
+
+    Each array of integers has the dtype with the fewest bytes that holds them.
+    """
 
     CHUNK = 1024  # actions that are packed together
 
@@ -68,14 +71,14 @@ class ActionLog:
         self.parts = []  # packed actions, nested `[T, ...]` each
         self.new = []  # actions that are not packed yet
         self.n_packed = 0
-        self.nbytes = 0  # of the actions that are packed
+        self.nbytes = 0  # size of the packed actions
 
     def __len__(self) -> int:
         return self.n_packed + len(self.new)
 
     def add(self, action: Any) -> None:
-        "One more action, which is copied."
-        # Most actions are one number, which nobody can change, or one array.
+        "Append a copy of an action."
+        # Two fast paths, because most actions are one number, which needs no copy, or one array
         if isinstance(action, (int, np.generic)):
             self.new.append(action)
         elif type(action) is np.ndarray:
@@ -100,13 +103,13 @@ class ActionLog:
         return self.parts[0] if self.parts else None
 
     def go_on(self, actions: Any) -> None:
-        "Take over what another log had."
+        "Replace the content of this log by `actions`, the result of `pack` of another log."
         self.parts = [] if actions is None else [actions]
         self.n_packed = 0 if actions is None else len(nested.leaves(actions)[0])
         self.nbytes = 0 if actions is None else _n_bytes(actions)
 
     def drop(self, n: int) -> None:
-        "Forget the first `n` actions."
+        "Remove the first `n` actions."
         self.go_on(nested.map(lambda x: _copied(x[n:]), self.pack()))
 
     def since(self, t: int) -> Any:
@@ -126,18 +129,20 @@ def _copied(x):
 
 
 def _narrow(x):
+    "Convert integers to the dtype with the fewest bytes that holds them. Other leaves stay."
     if isinstance(x, torch.Tensor) or x.dtype.kind not in "iu" or not x.size:
         return x
-    kinds = map(np.min_scalar_type, (x.min(), x.max()))
-    return x.astype(np.result_type(*kinds))
+    dtypes = map(np.min_scalar_type, (x.min(), x.max()))
+    return x.astype(np.result_type(*dtypes))
 
 
 def answer_checksum(x: Any, crc: int = 0) -> int:
-    "The checksum of an observation, a reward or an action, nested, continued from `crc`."
+    "Continue the checksum `crc` with an observation, a reward or an action, nested."
     if isinstance(x, np.ndarray):
         if x.dtype.kind not in "biufc" or not x.size:
             return crc
-        return zlib.crc32((x if x.flags.c_contiguous else np.ascontiguousarray(x)).data, crc)
+        contiguous = x if x.flags.c_contiguous else np.ascontiguousarray(x)
+        return zlib.crc32(contiguous.data, crc)
     if isinstance(x, dict):
         x = list(x.values())
     if isinstance(x, (list, tuple)):
@@ -147,7 +152,8 @@ def answer_checksum(x: Any, crc: int = 0) -> int:
     if isinstance(x, torch.Tensor):
         return answer_checksum(x.detach().cpu().numpy(), crc)
 
-    # An action, and so a reward, may come back as a number of Python.
+    # A number of numpy and an equal number of Python get the same checksum, because a replayed
+    # action, and so the reward that an environment computes from it, may be of either class.
     x = x.item() if isinstance(x, np.generic) else x
     return zlib.crc32(repr(x).encode(), crc)
 
@@ -155,8 +161,8 @@ def answer_checksum(x: Any, crc: int = 0) -> int:
 class Kept:
     """One environment, and how its state is kept.
 
-    If its `Keeper` `logs`, `reset` and `step` are called before those of the environment, and
-    `answered` after them.
+    If `Keeper.logs` is True, the batch calls `reset` and `step` before those of the environment,
+    and `answered` after them.
 
     Args:
         env: a single environment, a vector environment, or a `TensorEnv`
@@ -180,7 +186,7 @@ class Kept:
     def state(self) -> dict:
         """The state of the environment: texts, numbers and tensors, which no later step changes.
 
-        Raises `EnvError`, which says why, if it cannot be kept.
+        Raises `EnvError` if the state cannot be kept; the message gives the reason.
         """
         return dict(
             keeper=self.name,
@@ -188,7 +194,7 @@ class Kept:
         )
 
     def restore(self, state: dict) -> None:
-        """Give the environment a state, from which it goes on.
+        """Set the state of the environment, which then continues from there.
 
         Restoring resets the environment, and may draw from global generators.
 
@@ -196,15 +202,15 @@ class Kept:
             state: from the `state` of an environment that the same factory has made
 
         Raises:
-            EnvError: names what does not fit; then the environment is of no more use
+            EnvError: names the part that does not fit; the environment cannot be used any more
         """
         for _ in self.restoring(state):
             pass
 
     def restoring(self, state: dict) -> Iterator:
-        """As `restore`, but step by step: yields after each step of a replay.
+        """As `restore`, but step by step: yields once in each step of a replay.
 
-        Several environments may be restored in turn so.
+        So a caller can restore several environments in turn, one step of each at a time.
         """
         if not isinstance(state, dict) or state.get("keeper") != self.name:
             got = state.get("keeper") if isinstance(state, dict) else type(state).__name__
@@ -216,6 +222,7 @@ class Kept:
         return self._restoring(state)
 
     def _restoring(self, state: dict) -> Iterator:
+        "The steps of `restoring`, for a state of this keeper."
         self.env.reset(seed=1)
         copies = restore_object(state)
         check_fits(self.parts, copies)
@@ -234,14 +241,16 @@ class NotKept(Kept):
 
 
 class KeptOwn(Kept):
-    """An environment that tells its state.
+    """An environment that returns its own state.
 
-    Of its wrappers, and of those within it, what has no `get_state` is copied.
+    Wrappers and inner environments without `get_state` are copied, unless they lie within a part
+    that returns its state.
     """
 
     def __init__(self, env: Any, name: str):
         super().__init__(env, name)
-        self.telling = []  # parts that tell their state, with all that is within them
+        # Outermost parts with `get_state`. Their state includes that of the parts within them.
+        self.telling = []
         covered = set()
         for part in self.parts:
             if has_state(part) and id(part) not in covered:
@@ -267,8 +276,9 @@ class KeptOwn(Kept):
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #bf9990fc
 class EpisodeTooShort(EnvError):
-    """The actions of the present episode do not make the state, and a new environment has to repeat
-    all actions.
+    """A replay of the present episode did not reach the state.
+
+    So a new environment has to repeat all actions.
     """
 
 
@@ -278,34 +288,38 @@ class KeptActions(Kept):
     Args:
         env: an environment that was never reset
         name: name of the `Keeper`
-        episode: repeat only those since the last reset, where this is enough
+        episode: repeat only the actions since the last reset, if this reaches the same state
     """
 
-    MOST = 2**26  # bytes of a log: its actions, 8 for each reset, and the options of the resets
-    OPTIONS = 512  # bytes that the options of one reset count, beside their arrays
+    # Maximum size of a log [bytes]: its actions, 8 for each reset, and the options of the resets
+    MOST = 2**26
+    # Size that is assumed for the options of one reset, without their arrays [bytes]
+    OPTIONS = 512
 
     def __init__(self, env: Any, name: str, episode: bool):
         super().__init__(env, name)
         self.episode = episode
 
-        # Before the first reset: the states of the global generators, and copies of the attributes,
-        # which the constructor may have drawn.
+        # States of the global generators and copies of the attributes, both from the time before
+        # the first reset. The constructor may have drawn random attributes.
         self.random = None
         self.constructed: Any = None
 
-        # The actions, and `(number of the next action, seed, options)` of each reset. Where other
-        # noise begins, the resets have an entry `(number of the next action, 'noise', its seed)`.
+        # The actions, and in `resets` `(number of the next action, seed, options)` of each reset.
+        # An entry `(number of the next action, 'noise', seed)` says that the random generators got
+        # new states there.
         self.log = ActionLog()
         self._take_resets([])
         self.is_whole = True  # is everything since the first reset in the log?
         self.is_lost = False  # were there too many actions, so that not even the episode is in it?
 
-        # The present episode: the number of its reset, copies of the attributes before it, and the
-        # checksum of the answers since then, or, without `episode`, since the first reset.
+        # The present episode: the number of its reset, and copies of the attributes before the
+        # reset. `crc` is the checksum of the answers since that reset. Without `episode`, it is the
+        # checksum since the first reset.
         self.last = 0
         self.before: Any = None
         self.crc = 0
-        self.repeats = None  # 'all' or 'episode': what the last `restore` has repeated
+        self.repeats = None  # 'all' or 'episode': the part that the last `restore` repeated
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
         if self.is_lost and not self.episode:
@@ -321,26 +335,30 @@ class KeptActions(Kept):
         self.option_bytes += self._bytes_of(options)
 
     def _take_resets(self, resets):
-        "Have these resets in the log, and count the bytes of their options."
+        "Replace the resets in the log, and count the bytes of their options."
         self.resets = resets
         self.option_bytes = sum(self._bytes_of(options) for _, _, options in resets)
 
     def _bytes_of(self, options):
+        "Estimated size of the options of a reset [bytes]."
         if options is None:
             return 0
         return self.OPTIONS + sum(getattr(x, "nbytes", 0) for x in nested.leaves(options))
 
     def _begin_episode(self):
+        "Take the attributes before a reset, from which a replay of the new episode begins."
         self.before = copies_of(self.parts, complete=False)
         self.crc = 0
         self.is_lost = False
 
-        # Only a whole log is of use beyond the present episode.
+        # Earlier episodes can be replayed only from the first one on. If the log lacks some of
+        # them, the others are of no use.
         if not self.is_whole:
             self._forget()
         self.last = len(self.resets)
 
     def _forget(self):
+        "Drop the whole log."
         self.log = ActionLog()
         self._take_resets([])
         self.is_whole = False
@@ -353,10 +371,11 @@ class KeptActions(Kept):
             self._shorten()
 
     def _n_bytes(self):
+        "Size of the log [bytes]."
         return self.log.nbytes + 8 * len(self.resets) + self.option_bytes
 
     def _shorten(self):
-        "Forget the episodes before the present one, or all actions, if this is not enough."
+        "Drop the episodes before the present one. If the log is still too large, drop all actions."
         resets = self.resets[self.last :]
         begin, _, _ = resets[0]
         self.log.drop(begin)
@@ -372,7 +391,8 @@ class KeptActions(Kept):
             self.crc = answer_checksum(answer, self.crc)
             return
 
-        # A reset of single and vector environments returns `(obs, info)`, a step more than two.
+        # A reset of single and vector environments returns `(obs, info)`, and a step more values.
+        # Only observation and reward count.
         n_parts = 2 if len(answer) > 2 else 1
         for part in answer[:n_parts]:
             self.crc = answer_checksum(part, self.crc)
@@ -384,12 +404,15 @@ class KeptActions(Kept):
                 expected=f"a log of at most {self.MOST / 2**20:g} MiB, "
                 "or `get_state` and `set_state` in its class",
             )
+
+        # A checksum of the environment, by which a replay of the episode is compared with it. If
+        # the checksum does not see everything, and earlier episodes are lost, no replay is sure.
         reached = None if self.before is None else EnvChecksum(self.env)
         if not self.is_whole and reached is not None and reached.unseen:
             problem = "it has taken too many actions, and those of the episode may not be enough"
             raise EnvError(problem, got=reached.unseen)
 
-        # Most resets have no arguments.
+        # Only resets with arguments have an entry here, because most resets have none.
         arguments = {
             str(i): (seed, options)
             for i, (_, seed, options) in enumerate(self.resets)
@@ -417,7 +440,7 @@ class KeptActions(Kept):
         content = restore_object(state)
         check_fits(self.parts, content["constructed"])
 
-        # This environment goes on with the log of the other one.
+        # Continue the log of the environment from which the state comes.
         self.random = content["random"]
         self.constructed = content["constructed"]
         arguments = content["arguments"]
@@ -430,9 +453,9 @@ class KeptActions(Kept):
         self.before = content["before"]
         self.is_whole = content["is_whole"]
 
-        # The actions of the episode are enough if a checksum sees all of the environment. What it
-        # does not see may depend on earlier episodes, so then all actions are repeated, unless the
-        # earlier ones are lost. Without `before`, all are repeated in any case.
+        # The actions of the episode are enough if a checksum sees everything in the environment.
+        # Otherwise the unseen part may depend on earlier episodes. Then all actions are repeated,
+        # unless the log lacks earlier episodes. Without `before`, all actions are always repeated.
         needs_all = self.before is None
         if not needs_all:
             _, unseen = content["reached"]
@@ -442,9 +465,10 @@ class KeptActions(Kept):
         return self._with_noise(steps, state.get("noise"))
 
     def _with_noise(self, steps, noise):
-        """The steps of a replay, after which the generators may get other states.
+        """Take the steps of a replay, and then give the random generators new states.
 
-        The replay itself needs the old ones.
+        The new states come last, because the replay itself needs the old ones. `noise` is the seed
+        of the new states; None: the generators keep their states.
         """
         yield from steps
         if noise is not None:
@@ -453,11 +477,11 @@ class KeptActions(Kept):
 
     def _repeat_episode(self, content):
         self.env.reset(seed=1)
-        # A copy, because the environment goes on to change what it gets
+        # A copy, because the environment will change the objects that it gets
         put_copies(self.parts, restore_object(capture(self.before)))
         yield from self._repeat(self.last)
 
-        # The environment, and its answers, must be as they were.
+        # The checksums of the environment and of its answers must be those of the state.
         reached = EnvChecksum(self.env)
         crc_of_env, _ = content["reached"]
         if reached.crc == crc_of_env and self.crc == content["crc"]:
@@ -470,7 +494,7 @@ class KeptActions(Kept):
         states = GlobalRandomStates()
         states.set_state(self.random)
         states.put()
-        # A copy, because the environment goes on to change what it gets
+        # A copy, because the environment will change the objects that it gets
         put_copies(self.parts, restore_object(capture(self.constructed)))
         yield from self._repeat(0)
         if self.crc != content["crc"]:
@@ -486,19 +510,20 @@ class KeptActions(Kept):
         )
 
     def repeat_all(self, state: dict) -> None:
-        "As `restore`, after an `EpisodeTooShort` in another environment."
-        # A state without `before` needs all actions.
+        "As `restore`, but repeat all actions. Called after an `EpisodeTooShort` elsewhere."
+        # A state without `before` makes `restore` repeat all actions.
         content = restore_object(state)
         self.restore({**state, **capture(dict(content, before=None))})
         self.before = content["before"]
 
     def _repeat(self, first):
-        "Do what was done from reset number `first` on."
+        "Repeat the resets, actions and changes of noise in the log, from reset number `first` on."
         begin, _, _ = self.resets[first]
         actions = self._actions(self.log.since(begin))
         resets = deque(self.resets[first:])
 
-        # None stands behind the last action, because resets may follow it.
+        # Before each action come the resets with its number. The None at the end stands for an
+        # action that was not taken, because resets may follow the last action.
         for t, action in enumerate([*actions, None], begin):
             while resets and resets[0][0] == t:
                 _, seed, options = resets.popleft()
@@ -531,20 +556,21 @@ class KeptActions(Kept):
         return list(map(action_batch(spaces_of(self.env)[1], clip=False), actions))
 
 
-_OVER = object()  # instead of a step, after the last one
+_OVER = object()  # `next` returns this after the last step
 
 
 def restore_batch(
     kept: list, states: list, anew: Callable, named: Callable[[int], AbstractContextManager]
 ) -> None:
-    """Give the environments of a batch their states.
+    """Set the states of the environments of a batch.
 
-    Those that repeat actions do it in turn, step by step, as they have played.
+    Environments that repeat actions take their steps in turn, one step of each at a time, because
+    they originally took them in this order.
 
     Args:
-        kept: a `Kept` for each
-        states: what their `state` returned
-        anew: `anew(b)` returns the `Kept` of a new environment in the place of environment `b`
+        kept: a `Kept` for each environment
+        states: for each environment the result of `Kept.state`
+        anew: `anew(b)` replaces environment `b` by a new one, and returns its `Kept`
         named: `named(b)` is a context in which errors get the name of environment `b`
     """
     replays = {}
@@ -552,7 +578,7 @@ def restore_batch(
         with named(b):
             replays[b] = one.restoring(state)
 
-    # One step of each replay, until all are over
+    # Take one step of each replay in turn, until all are over.
     while replays:
         for b, steps in list(replays.items()):
             with named(b):
@@ -566,15 +592,18 @@ def restore_batch(
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #f08bac02
 class Keeper:
-    """How the environments of a factory are kept. `begin` is called with each new one.
+    """The way in which the states of the environments of a factory are kept.
+
+    The owner of an environment calls `begin` with each new environment.
 
     Args:
         name: 'own', 'copy', 'MuJoCo', 'ALE', 'replay (episode)', 'replay (all)' or 'none'
-        failed: way -> what was found in it, for the ways that were tried before
+        failed: name of a way -> why it was refused, for the ways that were tested before this one
         only: why a process can have only one of these environments at a time; None: it can have
             several
-        disturbed: what changes if another one is played in turn with it; None: nothing
-        step_seconds: how long a step takes; None: it was not measured
+        disturbed: the first difference in the answers of an environment if another environment
+            takes steps in turn with it; None: no difference
+        step_seconds: duration of a step [s]; None: not measured
     """
 
     def __init__(
@@ -603,16 +632,16 @@ class Keeper:
 
     @property
     def why(self) -> str:
-        "What was found in the ways that were tried, each text once."
+        "Why the tested ways were refused, in one text. Ways with the same reason stand together."
         return _in_words(self.failed)
 
     @property
     def logs(self) -> bool:
-        "Does `Kept` need every reset and step?"
+        "Must every reset and step be reported to `Kept`?"
         return self.name.startswith("replay")
 
     def begin(self, env: Any) -> Kept:
-        "How the state of `env` is kept, which was made just now."
+        "Make the `Kept` of `env`, a new environment that was never reset."
         if self.logs:
             return KeptActions(env, self.name, self.name == "replay (episode)")
         kind = {"own": KeptOwn, "none": NotKept}.get(self.name, Kept)
@@ -623,7 +652,10 @@ class Keeper:
 
 
 def _in_words(failed: dict) -> str:
-    "Name -> text or such a dict, as one text: names with equal texts stand together."
+    """The dict as one text, in which names with equal texts stand together.
+
+    A value of `failed` is a text, or again such a dict.
+    """
     names_of = {}
     for name, text in failed.items():
         text = text if isinstance(text, str) else _in_words(text)

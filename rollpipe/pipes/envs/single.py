@@ -56,19 +56,19 @@ class Sticky:
 
     def begin(self) -> None:
         "Begin a new period, in which all environments act."
-        # For each index, the environment or its `RestingEnv`
+        # At each index, the environment, or its `RestingEnv` if it rests
         self.acting = list(self.envs)
-        # The indices of those that rest
+        # Indices of the environments that rest
         self.resting = []
         # Steps since the beginning of the period
         self.count = 0
 
     def get_state(self) -> tuple:
-        "Steps since the beginning, and the environments that rest with their observations."
+        "Steps since the beginning, and `(index, observation)` of each environment that rests."
         return self.count, [(b, self.acting[b].obs) for b in self.resting]
 
     def set_state(self, state: tuple) -> None:
-        "Go on from what `get_state` returned."
+        "Continue from a state that `get_state` returned."
         self.begin()
         self.count, resting = state
         self.resting = [b for b, _ in resting]
@@ -88,7 +88,8 @@ class Sticky:
         valid = self.all.copy()
         valid[self.resting] = False
 
-        # Those that ended rest from the next step on, and show the first observation meanwhile.
+        # From the next step on, these environments rest. Meanwhile they repeat the first
+        # observation of the next episode.
         for b in ended:
             self.acting[b] = RestingEnv(nested.map(np.array, nested.getitem(obs, b)))
         ended += self.resting
@@ -145,8 +146,9 @@ def is_end(terminated: Any, truncated: Any) -> bool:
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #edc908f5
 def write_step_numbers(stepno: np.ndarray, fin: np.ndarray) -> None:
-    """Write all rows of `stepno` but row 0: it counts on from there, and begins again at 0 where
-    `fin`.
+    """Count the steps from the numbers in row 0, and write the other rows of `stepno`.
+
+    The count begins again at 0 where `fin` is True.
 
     Args:
         stepno: int64 [n, B]
@@ -158,19 +160,20 @@ def write_step_numbers(stepno: np.ndarray, fin: np.ndarray) -> None:
     if not fin.any():
         return
 
-    # For each row the last one with an end, 0 if there is none: steps count from there.
-    last = np.maximum.accumulate(np.where(fin, t, 0))
-    stepno[1:] -= np.where(last, stepno[0] + last, 0)
+    # The last row up to each row in which an episode ended; 0 if there is none. The step number of
+    # that row becomes 0, so it is subtracted from the rows after it.
+    last_end = np.maximum.accumulate(np.where(fin, t, 0))
+    stepno[1:] -= np.where(last_end, stepno[0] + last_end, 0)
 
 
 def _put_all(rews, out):
     """Write the rewards of all steps at once if all are floats of Python or numpy.
 
-    Returns whether they are.
+    Returns False, without writing, if another kind of reward is among them.
     """
     flat = list(chain.from_iterable(rews))
-    kinds = {*map(type, flat)}
-    if not all(issubclass(kind, (float, np.floating)) for kind in kinds):
+    classes = {*map(type, flat)}
+    if not all(issubclass(x, (float, np.floating)) for x in classes):
         return False  # `scalar_rewards` converts others
     out[:] = np.array(flat).reshape(out.shape)
     return True
@@ -195,9 +198,9 @@ class EnvBatch(Batch):
         sticky: period in steps; an environment whose episode ended rests until the number of steps
             is a multiple of `sticky`
         closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: the state cannot be told
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the
-            info `episode_seed`
+        keeper: a `Keeper`, for `get_state`; None: the state is not kept
+        episode_seeds: reset each episode with a seed of its own; the last step of the episode
+            reports it as the info `episode_seed`
         **where: context for error messages: pipe, lane
     """
 
@@ -216,7 +219,7 @@ class EnvBatch(Batch):
         episode_seeds: bool = False,
         **where: Any,
     ):
-        # What says how environments are made and closed
+        # How environments are made, seeded, kept and closed
         n = len(factories)
         self.factories = factories
         self.seeds = env_seeds(seed, n)
@@ -224,7 +227,7 @@ class EnvBatch(Batch):
         self.keeper = keeper
         self.where = where
 
-        # The environments, and what depends on their spaces
+        # The environments, and data that depend on their spaces
         self.claim = Claim()
         self.envs = [] if first is None else [first]
         try:
@@ -249,11 +252,11 @@ class EnvBatch(Batch):
                 self._locate(e)
             raise
 
-        # How each environment is kept, and the environments as they are played
+        # For each environment its `Kept`, and the object that is reset and stepped
         self.kept = [None if keeper is None else keeper.begin(env) for env in self.envs]
         self.played = [played(env, kept, keeper) for env, kept in zip(self.envs, self.kept)]
         self.sticky = Sticky(self.played, sticky) if sticky else None
-        # Step -> its rewards as they came, for the steps since `settle` was called last
+        # Step -> its rewards as the environments returned them, since the last call of `settle`
         self._unchecked = {}
 
     def _make_envs(self):
@@ -267,7 +270,7 @@ class EnvBatch(Batch):
                 self.envs.append(env)  # after the claim, so that no environment is closed twice
             env.action_space.seed(space_seed)
 
-        # All must have the spaces of the first.
+        # All environments must have the spaces of the first one.
         for b, env in enumerate(self.envs):
             self._check_spaces(b, env)
 
@@ -306,7 +309,7 @@ class EnvBatch(Batch):
         self.envs[b] = EpisodeSeeds(env) if isinstance(old, EpisodeSeeds) else env
         close_env(old, str(b))
 
-        # From here on it is the one that is kept and played.
+        # From now on the new environment is kept and stepped.
         self.kept[b] = self.keeper.begin(self.envs[b])
         self.played[b] = played(
             self.envs[b],
@@ -336,7 +339,7 @@ class EnvBatch(Batch):
         row = rows.rows[t + 1]
         try:
             final, ended, rews, infos = self._play(actions, row)
-            # A step that was interrupted, and is taken again, counts once.
+            # A dict, because a step that was interrupted may be taken again, and must count once
             self._unchecked[t] = rews
             if "rew" in rows.reads:
                 self._put_rewards(row, rews)
@@ -348,7 +351,8 @@ class EnvBatch(Batch):
             self._locate(e)
             raise
 
-        # Numbers of steps and ends, and the checks that cannot wait for `settle`
+        # Step numbers and ends. True last observations are in no row, so `settle` cannot check
+        # them.
         if "stepno" in rows.reads:
             np.add(
                 rows.rows[t].stepno,
@@ -371,7 +375,7 @@ class EnvBatch(Batch):
         if self.claim.lost:
             self.claim.check()
 
-        # Names of the loop, which must be fast
+        # Local names, because the loop must be fast
         like = self._obs_like
         (shape, dtype) = self._form
         buffer = row.leaves[0]
@@ -412,8 +416,8 @@ class EnvBatch(Batch):
             raise env_failure(call, b, e) from e
         return final, ended, rews, infos
 
-    # The unsettled steps begin in row `begin`, so they have written the rows from `begin + 1` to
-    # `end - 1`.
+    # The steps since the last call begin in row `begin`, so they have written the rows from
+    # `begin + 1` to `end - 1`.
     def settle(self, rows: Rows, begin: int) -> None:
         rewards = list(self._unchecked.values())  # of each step
         self._unchecked = {}
@@ -421,14 +425,15 @@ class EnvBatch(Batch):
         if "stepno" not in rows.reads:
             write_step_numbers(rows.state.stepno[begin:end], rows.state.fin[begin:end])
 
-        # All steps at once, if all is in order; for a single step this is no faster
+        # Write and check all steps at once. This is done if there is no error. For a single step it
+        # would be no faster.
         if len(rewards) > 1:
             out = rows.state.rew[begin + 1 : end]
             are_written = "rew" in rows.reads or _put_all(rewards, out)
             if are_written and self._all_fine(rows.state, slice(begin + 1, end)):
                 return
 
-        # Otherwise step by step, so that the error names the first one
+        # Otherwise write and check step by step, so that the error is that of the first wrong step.
         for t, rews in enumerate(rewards, begin + 1):
             row = rows.rows[t]
             self._check_obs(row)
@@ -467,10 +472,12 @@ class EnvBatch(Batch):
             self.sticky.set_state(state["sticky"])
 
     def _put_rewards(self, row, rews):
+        "Write the rewards of a step into its row. Raises `EnvError` if one is no number."
         try:
             row.rew[:] = scalar_rewards(rews)
         except PipeError as e:
-            row.rew[:] = 0  # so that `settle` does not stumble first over what was left in this row
+            # Zeros, so that `settle` does not first raise an error for old numbers in this row.
+            row.rew[:] = 0
             self._locate(e)
             raise
 
@@ -488,7 +495,8 @@ class EnvBatch(Batch):
     def close(self) -> None:
         """Close every environment, except those that another batch has claimed.
 
-        A warning names those whose `close` fails. Without `closes`, only give up the environments.
+        A warning names each environment whose `close` fails. If `closes` is False, the environments
+        stay open, and the batch only gives up its claims.
         """
         self.claim.release()
         self.played = []

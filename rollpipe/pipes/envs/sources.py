@@ -63,8 +63,11 @@ class Lender:
 
 
 def instances_in(x: Any, depth: int = 4) -> list:
-    """The environments of the user in `x`: a `Lender`, an environment, or containers of these, at
-    most `depth` levels deep.
+    """Find the environments that the user made in `x`.
+
+    Args:
+        x: a `Lender`, an environment, or containers of these
+        depth: maximum number of levels of containers
     """
     if isinstance(x, Lender) or is_instance(x):
         return [x.env if isinstance(x, Lender) else x]
@@ -93,10 +96,10 @@ def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
 
 # %% ../../../nbs/pipes/10_envs/08_sources.ipynb #cd85f71c
 def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
-    """One factory for each environment, or one for all environments of a vector.
+    """Make one factory for each environment, or one for all environments of a vector.
 
-    Raises `EnvError` as `env_factories` does, and if an instance occurs twice or would have to be
-    repeated for `n_envs`.
+    Raises `EnvError` as `env_factories` does. It also raises it if an instance occurs twice, or
+    would have to be repeated for `n_envs`.
 
     Args:
         source: gymnasium id, factory, environment instance, or a list of those
@@ -112,7 +115,7 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     if not instances:
         return env_factories(source, n_envs, env_kwargs)
 
-    # Instances are lent as they are, so their number cannot be another one.
+    # Instances cannot be copied, so `n_envs` must be their number.
     n = Lender(instances[0]).n_envs if len(sources) == 1 else len(sources)
     if n_envs not in (None, n):
         raise EnvError(
@@ -129,8 +132,8 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
             got=env_kwargs,
         )
 
-    # The same environment may not stand at two places, also within wrappers.
-    place_of = {}  # id of an environment -> the first place at which it stands
+    # No environment may occur twice, not even within different wrappers.
+    place_of = {}  # id of an environment -> its first place in the list
     for b, x in enumerate(sources):
         first = place_of.setdefault(id(x.unwrapped), b) if is_instance(x) else b
         if first != b:
@@ -197,11 +200,11 @@ class Acting:
     lane = 0
     n_processes = 1  # processes among which a loader divides this pipe
     no_length = "environments can be stepped without end"
-    # How the environments are kept, see `resumable`; None: they are not
+    # The `Keeper` of the environments, see `resumable`; None: their state is not kept
     keeper: Any = None
 
     def _set_actor(self, actor, info_keys):
-        "Take over the actor and the names of the infos to record, if they are usable."
+        "Check and store the actor and the names of the infos to record."
         for method in ("step", "reset"):
             if not callable(getattr(actor, method, None)):
                 hint = "an actor such as a `rollpipe.layers.Actor`"
@@ -214,7 +217,7 @@ class Acting:
                     got=describe(actor).partition("(")[0],
                 )
 
-        # The letters of one text would be taken for names.
+        # A single text is refused, because each of its letters would be read as a name.
         are_names = isinstance(info_keys, Iterable) and not isinstance(info_keys, str)
         if info_keys is not None and not are_names:
             raise DataError(
@@ -247,7 +250,7 @@ class Acting:
         """
 
     def refuse_other_process(self, **where: Any) -> None:
-        "`refuse_copies`, if this process is not the one in which the pipe was made."
+        "Call `refuse_copies` if the pipe was made in another process than this one."
         if os.getpid() != self.process:
             self.refuse_copies("each process", "another process", **where)
 

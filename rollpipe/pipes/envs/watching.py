@@ -21,7 +21,7 @@ from .factories import EnvFactory, close_env, is_vector
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #b7aa517a
 class WithImage(gym.Wrapper):
-    """Put an image of the environment after each step into its info `key`.
+    """Puts an image of the environment after each step into the info `key`.
 
     The environment needs `render_mode='rgb_array'`.
 
@@ -47,15 +47,15 @@ class WithImage(gym.Wrapper):
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #29bc1b51
 def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) -> gym.Env:
-    """A single environment of `factory` with the `render_mode` `mode`.
+    """Make a single environment whose `render_mode` is `mode`.
 
     Raises `EnvError` if the environment has another mode.
 
     Args:
         factory: `EnvFactory` or `Lender`
         mode: 'rgb_array' or 'human'
-        seed: for the factory
-        closes: close an environment that is refused
+        seed: seed for the factory
+        closes: close the environment if it is refused
     """
     if isinstance(getattr(factory, "source", None), str):
         factory = EnvFactory(factory.source, dict(factory.env_kwargs, render_mode=mode))
@@ -73,8 +73,9 @@ def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) ->
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #58784bbc
 def check_modes(factory: Any, mode: str) -> None:
-    """Raise `EnvError` if the environment is given by its id and its class does not support the
-    mode.
+    """Raise `EnvError` if the class of an environment id does not support the mode.
+
+    For other sources this does nothing.
 
     Args:
         factory: `EnvFactory` or `Lender`
@@ -88,7 +89,8 @@ def check_modes(factory: Any, mode: str) -> None:
             creator = load_env_creator(creator)
         modes = [str(x) for x in creator.metadata["render_modes"]]
     except Exception:
-        # a function makes the environment, or a package is missing, which `gymnasium.make` reports
+        # The modes are unknown: a function makes the environment, or a package is missing.
+        # `gymnasium.make` reports the missing package later.
         return
     # With the pictures of 'rgb_array', `gymnasium.make` opens a window of its own.
     usable = ("rgb_array", "human") if mode == "human" else ("rgb_array",)
@@ -101,7 +103,8 @@ def check_modes(factory: Any, mode: str) -> None:
         )
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #e9bc9ba9
-MOST_FRAMES = 10_000  # of a film; an episode without an end would fill the disk
+# Maximum number of frames of a film, because an episode without an end would fill the disk
+MOST_FRAMES = 10_000
 
 
 class _Gif:
@@ -117,10 +120,10 @@ class _Gif:
         # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
         self.duration = max(20, round(1000 / fps))
         self.last_image = None  # the picture of the last frame
-        # What has changed in it, and where. It is written later, because the next frames may be
-        # equal.
+        # The last frame, which is not written yet: the part of the picture that has changed, and
+        # the place of this part. Equal frames that follow only make it longer.
         self.waiting: Any = None
-        self.milliseconds = 0  # how long it is shown
+        self.milliseconds = 0  # duration of this frame
 
     def append_data(self, frame: np.ndarray) -> None:
         from PIL import GifImagePlugin, Image, ImageChops
@@ -135,13 +138,13 @@ class _Gif:
         else:
             box = ImageChops.difference(self.last_image, image).getbbox()
 
-        # Equal pictures are one longer frame, whose duration has 16 bits of 1/100 s.
+        # Equal pictures become one longer frame, whose duration is a 16-bit number of 1/100 s.
         if box is None and self.milliseconds + self.duration < 655_350:
             self.milliseconds += self.duration
             return
         self._write_waiting()
 
-        # A frame must have a part, so one pixel if nothing has changed.
+        # A frame needs a part of the picture: one pixel, if the picture has not changed.
         box = box or (0, 0, 1, 1)
         part = image.crop(box).convert("P", palette=Image.Palette.ADAPTIVE)
         self.waiting = part, box[:2]
@@ -149,6 +152,7 @@ class _Gif:
         self.last_image = image
 
     def _write_waiting(self):
+        "Write the frame that is not written yet, if there is one."
         if self.waiting is None:
             return
         from PIL import GifImagePlugin
@@ -172,7 +176,7 @@ def _film(path: Path, fps: float) -> Any:
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #299a301b
 class _Filmed(gym.Wrapper):
-    "Gives a frame of every step to its recorder, until the last episode to be filmed is over."
+    "Passes a frame of each step to its recorder, until the last filmed episode is over."
 
     def __init__(self, env, recorder):
         super().__init__(env)
@@ -190,6 +194,7 @@ class _Filmed(gym.Wrapper):
         return out
 
     def _film(self):
+        "Pass a frame to the recorder. Raises `EnvError` if `render` returns no picture."
         if self.recorder.left < 0:
             return
         frame = self.env.render()
@@ -224,19 +229,21 @@ def check_film(path: str | Path) -> None:
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #65098090
 class FilmRecorder:
-    """A factory of one environment that films its first episodes, and a context at whose end the
-    film is complete.
+    """A factory that makes an environment and films its first episodes.
 
-    An older film stays until then, and if there is an error in the context. Raises `EnvError` as
-    `check_modes` and `rendering` do, and at the end `OSError`, which names the file, and
-    `DataError` if there was no frame.
-
-    Arguments without an entry are those of `rendering`.
+    It is also a context, whose end completes the film. Until then, and after an error in the
+    context, an older film at `path` stays as it is. Arguments without an entry are those of
+    `rendering`.
 
     Args:
         path: file to write, see `check_film`; None: nothing is filmed, and this is a factory only,
             never a context
         n_episodes: number of episodes that are filmed, of at most `MOST_FRAMES` frames together
+
+    Raises:
+        EnvError: as in `check_modes` and `rendering`
+        OSError: at the end of the context, the file cannot be written; the error names the file
+        DataError: at the end of the context, there was no frame
     """
 
     def __init__(
@@ -251,11 +258,11 @@ class FilmRecorder:
         self.closes = closes
         self.fps = 30
         self.path = path
-        # Episodes of the film that have not begun; below 0: the film is over
+        # Number of episodes of the film that have not begun; below 0: the film is over
         self.left = 0 if path is None else n_episodes
         self.film: Any = None
         self.n = 0  # frames so far
-        self.failed: Any = None
+        self.failed: Any = None  # the exception that ended the film
         self.__name__ = factory.name  # the name of the environment in error messages
 
     def __call__(self, seed: int | None = None) -> gym.Env:
@@ -272,7 +279,8 @@ class FilmRecorder:
     def add(self, frame: np.ndarray) -> None:
         """Write a frame.
 
-        The end of the context raises what fails here, because it is no failure of the environment.
+        An exception here is stored, and the end of the context raises it. If this method raised it,
+        it would seem to be a failure of the environment.
         """
         if self.n == MOST_FRAMES:
             self.left = -1
@@ -298,7 +306,7 @@ class FilmRecorder:
             if kind is not None:
                 return
 
-            # Without an error in the context, what has failed in the film is raised here.
+            # The context had no error, so raise an error of the film.
             if self.failed is not None:
                 raise self.failed
             if not self.n:
@@ -329,8 +337,12 @@ class _Shown(gym.Wrapper):
         return self._watch(self.env.step, action)
 
     def _watch(self, call, *args, **kwargs):
-        "Call `call`, and look whether its window is open. Only environments of pygame import it."
-        # An error of pygame without a display: the window was closed, or could never be opened.
+        """Call a method of the environment, and update `closed` and `opened` of the window.
+
+        If no environment has imported pygame, there is no window to watch.
+        """
+        # If pygame fails and has no display any more, the user has closed the window, or it could
+        # never be opened.
         try:
             out = call(*args, **kwargs)
         except Exception as e:
@@ -341,7 +353,7 @@ class _Shown(gym.Wrapper):
                 self.window.closed = True
             raise
 
-        # A driver without a screen is an error, unless the user has chosen it.
+        # A driver that draws into memory is an error, unless the user has chosen it.
         pygame = sys.modules.get("pygame")
         if pygame is not None and pygame.display.get_init():
             driver = pygame.display.get_driver()
@@ -355,6 +367,7 @@ class _Shown(gym.Wrapper):
 
 
 def _no_display(got):
+    "The error for a system on which no window can be opened."
     return EnvError(
         "no window can be opened",
         got=got,
@@ -368,7 +381,7 @@ class Window:
 
     `closed` is True once the user has closed its window.
 
-    Only windows of pygame are watched; other environments react to a closed window in their own
+    Only windows of pygame are watched. Other environments react to a closed window in their own
     way. Raises `EnvError` as `check_modes` and `rendering` do, and if there is no display. The
     arguments are those of `rendering`.
     """

@@ -23,17 +23,17 @@ __all__ = ['JaxEnv', 'GymnaxEnv', 'BraxEnv']
 class JaxEnv(TensorEnv):
     """`n_envs` environments of a simulator that is written in JAX.
 
-    Both functions are pure and of one environment. They are mapped over all environments
-    (`jax.vmap`) and compiled (`jax.jit`) once. Each environment has a key of its own, so its random
-    numbers do not depend on the others. An episode that reaches `max_steps` is truncated. State,
-    keys and step counts are arrays, which are kept exactly (`get_state`).
+    `reset` and `step` are pure functions of one environment. They are mapped over all environments
+    (`jax.vmap`) and compiled (`jax.jit`) once. Each environment has a random key of its own, so its
+    random numbers do not depend on the others. An episode that reaches `max_steps` is truncated.
+    State, keys and step counts are arrays, which are kept exactly (`get_state`).
 
     Observations, rewards and infos are given to torch by DLPack, on the same device and without a
     copy.
 
     Args:
-        reset: key -> (state, obs)
-        step: (key, state, act) -> (state, obs, rew, terminated, info)
+        reset: function `reset(key)`, which returns `(state, obs)`
+        step: function `step(key, state, act)`, which returns `(state, obs, rew, terminated, info)`
         observation_space: space of one environment
         action_space: space of one environment
         n_envs: number of environments
@@ -63,35 +63,37 @@ class JaxEnv(TensorEnv):
 
         def begin(key):
             "`(key, state, number of steps)` of one environment, and its first observation."
-            key, of_reset = jax.random.split(key)
-            state, obs = reset(of_reset)
+            key, reset_key = jax.random.split(key)
+            state, obs = reset(reset_key)
             return (key, state, jax.numpy.int32(0)), obs
 
         def advance(carried, act):
             "One step of one environment; the next episode begins if this one is over."
             key, state, n_steps = carried
-            key, of_step, of_reset = jax.random.split(key, 3)
-            state, last_obs, rew, terminated, info = step(of_step, state, act)
+            key, step_key, reset_key = jax.random.split(key, 3)
+            state, last_obs, rew, terminated, info = step(step_key, state, act)
             n_steps += 1
             truncated = n_steps >= (max_steps or np.iinfo(np.int32).max)
             is_over = terminated | truncated
 
-            # The next episode, in the place of the state and of the observation
-            next_state, first_obs = reset(of_reset)
+            # If the episode is over, state and observation are those of the next episode. `reset`
+            # runs at each step, because mapped code cannot branch for one environment alone.
+            next_state, first_obs = reset(reset_key)
 
-            def chosen(new, old):
+            def where_over(new, old):
                 return jax.tree.map(lambda x, y: jax.numpy.where(is_over, x, y), new, old)
 
-            carried = key, chosen(next_state, state), jax.numpy.where(is_over, 0, n_steps)
-            obs = chosen(first_obs, last_obs)
+            state = where_over(next_state, state)
+            obs = where_over(first_obs, last_obs)
+            carried = key, state, jax.numpy.where(is_over, 0, n_steps)
             return carried, (obs, rew, terminated, truncated, last_obs, info)
 
         self._begin = jax.jit(jax.vmap(begin))
         self._advance = jax.jit(jax.vmap(advance))
-        self._carried: Any = None
+        self._carried: Any = None  # (keys, states, numbers of steps) of all environments
 
     def reset(self, seed: int) -> Any:
-        "As `TensorEnv.reset`. The keys of the environments are split from that of the seed."
+        "As `TensorEnv.reset`. The key of the seed is split into one key for each environment."
         self._carried, obs = self._begin(self._keys(seed))
         return self._tensors(obs)
 
@@ -101,7 +103,8 @@ class JaxEnv(TensorEnv):
         arrays = nested.map(lambda x: jax.dlpack.from_dlpack(x.contiguous()), act)
         self._carried, answer = self._advance(self._carried, arrays)
 
-        # JAX computes in the background, and the actions may be overwritten once it has read them.
+        # JAX computes in the background, and reads the actions without a copy. The caller may
+        # overwrite them after this method returns, so wait until JAX is done.
         jax.block_until_ready((self._carried, answer))
         return self._tensors(answer)
 
@@ -118,7 +121,7 @@ class JaxEnv(TensorEnv):
         return {"arrays": [np.array(_numbers(x)) for x in leaves]}
 
     def set_state(self, state: dict) -> None:
-        """Go on from what `get_state` returned.
+        """Continue from a state that `get_state` returned.
 
         Raises:
             DataError: the arrays are those of another simulator.
@@ -126,7 +129,7 @@ class JaxEnv(TensorEnv):
         jax = _jax()
         arrays = state["arrays"]
 
-        # The form of a state, for which nothing is computed
+        # The form of a state. `eval_shape` computes shapes and dtypes only.
         form, _ = jax.eval_shape(self._begin, self._keys(0))
         likes, structure = jax.tree.flatten(form)
         shapes = [jax.eval_shape(_numbers, like).shape for like in likes]
@@ -155,12 +158,12 @@ def _is_key(x):
 
 
 def _numbers(x):
-    "An array of JAX; the numbers of a typed key."
+    "The numbers in an array of JAX. A typed key has no numbers of its own, so take its data."
     return _jax().random.key_data(x) if _is_key(x) else x
 
 
 def _as_like(x, like):
-    "An array of numpy in JAX, as a typed key where `like` is one."
+    "Convert an array of numpy to JAX: to a typed key if `like` is one, else to its dtype."
     jax = _jax()
     if _is_key(like):
         return jax.random.wrap_key_data(jax.numpy.asarray(x))
@@ -178,7 +181,7 @@ class GymnaxEnv(JaxEnv):
 
     Raises:
         ImportError: JAX or gymnax is not installed.
-        SpaceError: a space of gymnax that gymnasium has no space for.
+        SpaceError: gymnasium has no equivalent of a space of gymnax.
 
     Example:
         >>> from functools import partial
@@ -202,6 +205,9 @@ class GymnaxEnv(JaxEnv):
         params = env.default_params if params is None else params
         if max_steps is None:
             max_steps = int(params.max_steps_in_episode)
+
+        # The limit is switched off in gymnax, which would report it as a termination. `JaxEnv`
+        # truncates the episode.
         endless = params.replace(max_steps_in_episode=np.iinfo(np.int32).max)
 
         def reset(key):
@@ -223,7 +229,7 @@ class GymnaxEnv(JaxEnv):
 
 
 def _space_of_gymnax(space):
-    "A space of gymnax as one of gymnasium."
+    "Convert a space of gymnax to a space of gymnasium. Raises `SpaceError`."
     kind = type(space).__name__
     if kind == "Discrete":
         return gym.spaces.Discrete(int(space.n))
@@ -245,7 +251,7 @@ def _space_of_gymnax(space):
 class BraxEnv(JaxEnv):
     """`n_envs` environments of Brax or of MuJoCo Playground, which have the same interface.
 
-    The environment is the bare one, without a wrapper that begins next episodes. Its metrics become
+    The environment must have no wrapper that begins the next episode by itself. Its metrics become
     infos. Actions are in [-1, 1].
 
     Args:
@@ -271,7 +277,7 @@ class BraxEnv(JaxEnv):
             state = simulator.step(state, act)
             return state, state.obs, state.reward, state.done.astype(bool), state.metrics
 
-        # The form of an observation, for which nothing is computed
+        # The form of an observation. `eval_shape` computes shapes and dtypes only.
         _, obs = jax.eval_shape(reset, jax.random.PRNGKey(0))
 
         def box(x):
