@@ -456,3 +456,9 @@ def test_other_arrays_are_refused(name):
 def test_a_number_has_no_rows():
     with pytest.raises(DataError, match="rew: not a time-major tensor"):
         td_errors(np.float32(1), 0.0, 0.0, 0.9)
+
+
+def test_the_bootstrap_of_a_row_that_is_cut_is_not_read():
+    cut = torch.tensor([False, True])
+    found = discounted_returns(torch.ones(2), 0.5, bootstrap=torch.tensor(torch.nan), cut=cut)
+    assert found.tolist() == [1.5, 1.0]

@@ -289,7 +289,7 @@ def discounted_returns(
         tail = tensor_of["v_tp1"].masked_fill(~end, 0.0)
     last = _edge("bootstrap", bootstrap, r)
     if end is not None:
-        last = last * ~end[-1]
+        last = last.masked_fill(end[-1], 0.0)
     last = tail[-1] + last
     tail = torch.cat([tail[:-1], last[None]])
 
