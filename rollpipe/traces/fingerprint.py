@@ -66,7 +66,10 @@ def short(text: str) -> str:
 
 
 def array_text(x: Any) -> str:
-    "The form of an array or tensor, and a hash of its numbers, or its value if it has no dimension."
+    """The form of an array or tensor, with a hash of its numbers.
+
+    If it has no dimension, its value stands for the hash.
+    """
     try:
         content = x.item() if x.ndim == 0 else digest(as_array(x))
         return f"{form_of(x)} {content}"
@@ -468,12 +471,12 @@ class Description:
         self.add_all(path, {**parts, **vars(f)})
 
     def _object(self, path, x):
-        "Describe an object by its class, and by its attributes or the state that pickle would keep."
+        "Describe an object by its class, and its attributes or the state that pickle would keep."
         kind = type(x)
         parts: Any = attributes(x)
 
-        # If the class has a `__getstate__`, its result counts, because it leaves out attributes that
-        # are computed from others, such as the index of a table.
+        # If the class has a `__getstate__`, its result counts, because it leaves out attributes
+        # that are computed from others, such as the index of a table.
         if _has_getstate(kind) and not isinstance(x, gym.Env):
             parts = dict(state=x.__getstate__())
 
@@ -734,8 +737,8 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     description.add_all("settings", settings)
     _add_networks(description)
 
-    # The seeds of pipes. If no pipe has a seed, each iteration draws other numbers, so the seeds are
-    # unknown.
+    # The seeds of pipes. If no pipe has a seed, each iteration draws other numbers, so the seeds
+    # are unknown.
     seeds = {name: repr(x.seed) for name, x in pipes.items() if isinstance(x, Seeded)}
     if set(seeds.values()) == {"None"}:
         seeds = dict.fromkeys(
