@@ -66,6 +66,7 @@ class Films(Observer):
         self._try(self._begin_process)
 
     def _begin_process(self):
+        "Start the process that films."
         kind = "mp4" if importlib.util.find_spec("imageio_ffmpeg") else "gif"
         config = self.run.config
         self.folder.mkdir(exist_ok=True)
@@ -190,7 +191,7 @@ class BestLearner:
         self.run = run
         best = best_return(run.folder)
         self.mean = -math.inf if math.isnan(best) else best
-        self.has_told = False
+        self.has_warned = False
 
     def note(self) -> None:
         "Copy the present learner, before its evaluation begins."
@@ -204,19 +205,19 @@ class BestLearner:
             answer: the result of its evaluation
             seed: seed of the episodes of the evaluation
         """
-        self._tell_cuts(answer.evaluation)
+        self._warn_of_cuts(answer.evaluation)
         mean = answer.evaluation.mean
         if mean > self.mean or not self.run.best.exists():
             result = dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=seed)
             self.run.save_best(self.snapshot, self.counters, result)
             self.mean = -math.inf if math.isnan(mean) else mean
 
-    def _tell_cuts(self, evaluation):
+    def _warn_of_cuts(self, evaluation):
         "Warn, once, that episodes were cut off. The metrics of each evaluation tell it, too."
         n_cut = evaluation.cut_off.sum()
-        if self.has_told or not n_cut:
+        if self.has_warned or not n_cut:
             return
-        self.has_told = True
+        self.has_warned = True
         logging.getLogger("rollpipe").warning(
             f"evaluation: {n_cut} of {len(evaluation.cut_off)} episodes were cut off after "
             f"{evaluation.lengths.max():,} steps, so their returns are partial "
@@ -232,8 +233,8 @@ class EvaluationsByUpdates(Observer):
             run
     """
 
-    when = "saved"  # as `Films`
-    # `METRICS` has the names that other observers must not have. These are the metrics of this one.
+    when = "saved"  # for the same reason as `Films`
+    # Other observers must not use the names in `METRICS`. This one does, because it reports these.
     taken = ()
 
     def __init__(self, evaluator: Any = None):
@@ -267,7 +268,7 @@ class EvaluationsByUpdates(Observer):
         # Start the next one
         is_due = self.every.is_due(self.last, self.run.counters) and not is_over(self.run)
         if is_due and not self.evaluator.busy:
-            self._ask()
+            self._request()
 
         # Report those that have ended.
         metrics = {}
@@ -282,7 +283,7 @@ class EvaluationsByUpdates(Observer):
         """
         answers = self._compared(self.evaluator.wait())
         if is_over(self.run):
-            self._ask()
+            self._request()
             answers += self._compared(self.evaluator.wait())
         for answer in answers:
             yield answer.metrics
@@ -292,7 +293,7 @@ class EvaluationsByUpdates(Observer):
         if self.evaluator is not None:
             self.evaluator.close()
 
-    def _ask(self):
+    def _request(self):
         "Start an evaluation of the present policy."
         self.last = dict(self.run.counters)
         self.best.note()
@@ -311,8 +312,8 @@ class EvaluationsBySteps(Observer):
     Each evaluation gets a line in the file `evaluations.jsonl`.
     """
 
-    when = "saved"  # as `Films`
-    # `METRICS` has the names that other observers must not have. These are the metrics of this one.
+    when = "saved"  # for the same reason as `Films`
+    # Other observers must not use the names in `METRICS`. This one does, because it reports these.
     taken = ()
 
     def __init__(self):
@@ -337,15 +338,17 @@ class EvaluationsBySteps(Observer):
         # The evaluations so far. Final evaluations at fewer steps are outdated: the run was
         # extended.
         steps = run.counters["steps"]
-        self.lines = [
-            line
-            for line in read_evaluations(run.folder)
-            if line["steps"] <= steps and (line["kind"] == "training" or line["steps"] == steps)
-        ]
-        self.last = dict(steps=max((line["steps"] for line in self._of_training()), default=-1))
+        self.lines = []
+        for line in read_evaluations(run.folder):
+            is_final = line["kind"] != "training"
+            is_outdated = is_final and line["steps"] != steps
+            if line["steps"] <= steps and not is_outdated:
+                self.lines.append(line)
+        steps_of_lines = [line["steps"] for line in self._of_training()]
+        self.last = dict(steps=max(steps_of_lines, default=-1))
 
         # Metrics that no record has yet. A new run is not stopped before its first update.
-        metrics = self._untold() | self._evaluated_if_due()
+        metrics = self._unrecorded() | self._evaluated_if_due()
         is_new = not run.counters["updates"]
         return Wish(metrics, stop=None if is_new else self._why_enough())
 
@@ -383,12 +386,14 @@ class EvaluationsBySteps(Observer):
         return [line for line in self.lines if line["kind"] == "training"]
 
     def _is_due(self):
+        "Whether an evaluation is due after the last update."
         return self.every.is_due(self.last, self.run.counters)
 
     def _why_enough(self):
+        "Why the run should stop after its evaluations so far, or None."
         return why_enough(self.run.config, [line["mean"] for line in self._of_training()])
 
-    def _untold(self):
+    def _unrecorded(self):
         """The metrics of an evaluation at this step that has a line, but is in no record yet.
 
         They become a part of the next record. At the end of a run, they are in a second record of

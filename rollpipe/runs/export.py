@@ -191,6 +191,7 @@ def _dynamic(policy):
 
 # %% ../../nbs/runs/10_export.ipynb #371ba80e
 def _to_onnx(policy, inputs, note):
+    "Write a policy as ONNX: the content of the file."
     try:
         import onnx
         import onnxscript  # noqa: F401
@@ -237,6 +238,7 @@ def _run_onnx(data):
 
 # %% ../../nbs/runs/10_export.ipynb #e742ea90
 def _to_torchscript(policy, inputs, note):
+    "Write a policy as TorchScript: the content of the file."
     file = io.BytesIO()
     with hushed():
         torch.jit.save(torch.jit.trace(policy, inputs), file, _extra_files={"rollpipe.json": note})
@@ -244,11 +246,13 @@ def _to_torchscript(policy, inputs, note):
 
 
 def _run_torchscript(data):
+    "The function in a file of TorchScript."
     with hushed():
         return torch.jit.load(io.BytesIO(data))
 
 # %% ../../nbs/runs/10_export.ipynb #91c5343d
 def _to_pt2(policy, inputs, note):
+    "Write a policy in the format of `torch.export`: the content of the file."
     file = io.BytesIO()
     torch.export.save(
         torch.export.export(policy, inputs, dynamic_shapes=_dynamic(policy)),
@@ -259,6 +263,7 @@ def _to_pt2(policy, inputs, note):
 
 
 def _run_pt2(data):
+    "The function in a file of `torch.export`."
     return torch.export.load(io.BytesIO(data)).module()
 
 # %% ../../nbs/runs/10_export.ipynb #61ca20a0

@@ -281,7 +281,8 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
         if option.param != "hidden":
             multiples = [n for n in sizes if 0 < value <= n and n % value == 0]
             widths = multiples[:1] or [value]
-        if not (set(widths) <= sizes and len(widths) <= len(tensors)):
+        has_layers = set(widths) <= sizes and len(widths) <= len(tensors)
+        if not has_layers:
             raise DataError(
                 "there are no such layers in the file", leaf=option.flag, got=str(value)
             )
@@ -697,13 +698,17 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
     # Refuse a run that is complete. A run that has made all of its steps is resumed all the same if
     # its last evaluations are missing. An earlier checkpoint is not: if the run was extended after
     # it, making these evaluations would end the training that follows.
-    if is_over(begin) if path.is_file() else is_complete(folder, begin):
+    has_ended = is_over(begin) if path.is_file() else is_complete(folder, begin)
+    if has_ended:
         raise DataError(
             f"{shown(folder)} is complete",
             expected=f"--steps above {counters['steps']} to train it further",
         )
+
+    # Check the number of ranks, and options that depend on the number of steps.
     is_joint = torch.distributed.is_initialized()
-    check_size(config.get("ranks", 1), torch.distributed.get_world_size() if is_joint else 1)
+    n_processes = torch.distributed.get_world_size() if is_joint else 1
+    check_size(config.get("ranks", 1), n_processes)
     check_decay(config["steps"], checkpoint.config["options"])
 
     # Edits that the run has made after this checkpoint will be made again.

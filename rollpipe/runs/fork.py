@@ -196,7 +196,7 @@ def _planned(folder: Path, at: int, begin: Checkpoint) -> Checkpoint:
     )
 
 
-def _repeated(planned: Checkpoint, folder: Path, home: Path) -> Checkpoint:
+def _with_repeated_states(planned: Checkpoint, folder: Path, home: Path) -> Checkpoint:
     """The planned checkpoint with the states of the repeated run.
 
     Raises `DataError` if the repeated run has made other updates.
@@ -364,7 +364,7 @@ def fork(
                 build(planned_fork.config)
                 with moment(folder, at, *edits, home=home, begin=parent) as repeated:
                     repeated.updates.save()
-                parent = _repeated(planned, folder, home)
+                parent = _with_repeated_states(planned, folder, home)
 
         # The fork is the parent with other options. If a rule has stopped the parent, the fork is
         # without such rules, because they would stop it at once.

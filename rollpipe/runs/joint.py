@@ -93,7 +93,7 @@ class RankStream(Stream):
             return None
 
         # Either all ranks get here or none, because otherwise `gathered_objects` would wait for
-        # ever. They do, because all have the same `reason`, see `_agreed` and below, and their
+        # ever. They do, because all have the same `reason`, see `_run_of_rank` and below, and their
         # streams begin and end with the same batch.
         data = to_safetensors("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
@@ -240,7 +240,7 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
             # The other ranks wait for this call. If rank 0 has failed, they get None.
             _call(dist.broadcast_object_list, box, src=0)
         shared = box[0]
-        return None if shared is None else _agreed(run, shared)
+        return None if shared is None else _run_of_rank(run, shared)
     except BaseException:
         if run is not None and run.is_new:
             discard(run)
@@ -249,7 +249,7 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
         raise
 
 
-def _agreed(run, shared):
+def _run_of_rank(run, shared):
     """The run of this rank, with its part of the stream.
 
     Raises `DataError` in all ranks if one of them fails.
@@ -299,7 +299,7 @@ def _follower(shared):
         keep_as(pipe, history.kept.values())
     else:
         # With `exact=False`, a run that is inexact raises no error here, in one rank alone.
-        # Instead, `_agreed` compares the reasons of all ranks, and all of them raise the error.
+        # Instead, `_run_of_rank` compares the reasons of all ranks, and all of them raise the error.
         tested = exactness(pipe, {**config, "exact": False})
         history = History([{**history[0], **tested}])
     return Follower(

@@ -266,12 +266,12 @@ def files_of_run(folder: str | Path) -> list:
     A run has a checkpoint, or at least its configuration. If a folder has neither, other files with
     the names of `RUN_FILES` do not belong to a run.
     """
-    paths = _named(folder)
+    paths = _paths_of_names(folder)
     has_checkpoint = any(path.suffix == ".safetensors" for path in paths)
     return paths if has_checkpoint or _is_configured(folder) else []
 
 
-def _named(folder: str | Path) -> list:
+def _paths_of_names(folder: str | Path) -> list:
     "The paths in a folder that have names of files of a run."
     paths = []
     for name in (*RUN_FILES, "curve-*.png"):
@@ -299,7 +299,7 @@ def check_free(folder: Path, overwrite: bool) -> None:
             raise DataError(
                 f"{folder} has a run already", expected="another folder, --overwrite, or --resume"
             )
-    elif others := _named(folder):
+    elif others := _paths_of_names(folder):
         raise DataError(
             f"{folder} has no run, but files that a run would replace, and that may be yours",
             expected="another folder",
@@ -314,7 +314,7 @@ def remove_run(folder: Path) -> None:
     run.
     """
     checkpoints = folder / "checkpoints"
-    for path in sorted(_named(folder), key=lambda path: path.suffix == ".safetensors"):
+    for path in sorted(_paths_of_names(folder), key=lambda path: path.suffix == ".safetensors"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -163,12 +163,16 @@ def read_records(folder: str | Path) -> list:
     records = []
     for i, line in enumerate(whole_lines(path)):
         try:
-            records.append(
-                {name: math.nan if x is None else float(x) for name, x in json.loads(line).items()}
-            )
+            record = json.loads(line)
+            records.append({name: _float_of(x) for name, x in record.items()})
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             raise DataError(f"{path}, line {i + 1}: damaged", got=line[:80]) from None
     return records
+
+
+def _float_of(x: Any) -> float:
+    "The number of a value from JSON: `nan` for null; a text such as `inf` is converted."
+    return math.nan if x is None else float(x)
 
 
 def records_of(folder: str | Path) -> list:
@@ -340,7 +344,7 @@ class MetricWriter:
         old = [r for r in records_of(folder) if r.get("updates", 0) <= updates]
         last = old[-1] if old else dict(updates=0, steps=0)
         if last.get("updates", updates) < updates < math.inf:
-            self._tell_lost(last, updates)
+            self._warn_of_lost(last, updates)
         write_atomically(self.folder / "metrics.jsonl", "".join(map(_json_line, old)).encode())
         self._record = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
 
@@ -362,7 +366,7 @@ class MetricWriter:
             self.close()
             raise
 
-    def _tell_lost(self, last, updates):
+    def _warn_of_lost(self, last, updates):
         "Warn that the records after the `last` one, up to so many updates, are missing."
         checkpoint = last_kept(self.folder / "checkpoints", last["steps"])
         path = self.folder / "metrics.jsonl"
@@ -713,9 +717,14 @@ class Progress(Observer):
 
     def _workers(self) -> str:
         "The number of workers, their lag, and how many were restarted."
-        alive, lag, lost = (self._last.get(name) for name in ("workers", "lag", "restarts"))
-        text = f"{alive:.0f} workers" + ("" if lag is None else f", lag {lag:.3g}")
-        return text + (f", {lost:.0f} restarted" if lost else "")
+        text = f"{self._last['workers']:.0f} workers"
+        lag = self._last.get("lag")
+        if lag is not None:
+            text += f", lag {lag:.3g}"
+        restarts = self._last.get("restarts")
+        if restarts:
+            text += f", {restarts:.0f} restarted"
+        return text
 
     def _is_due(self) -> bool:
         "Whether `every` seconds have passed since the last line."

@@ -171,7 +171,7 @@ def _opened(path, pipe, agent, reading_service, exact):
         reason = why_inexact(pipe, ordered)
     else:
         keep_as(pipe, checkpoint.config["loop"])
-        reason = _why_other(checkpoint, pipe, ordered)
+        reason = _why_not_exact(checkpoint, pipe, ordered)
     if reason and exact:
         raise DataError(
             "the loop cannot go on exactly",
@@ -187,7 +187,7 @@ def _opened(path, pipe, agent, reading_service, exact):
         _load(path, checkpoint, pipe, agent)
     present = fingerprint(pipe, agent, lag=ordered["lag"], order=ordered["order"])
     if checkpoint is not None:
-        _warn(path, Fingerprint(checkpoint.config["fingerprint"]), present)
+        _warn_of_changes(path, Fingerprint(checkpoint.config["fingerprint"]), present)
     config = dict(
         ordered,
         loop=[source.keeper.name for source in sources],
@@ -227,6 +227,7 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
     n = checkpoint.counters.get("batches", 0) if checkpoint else 0
 
     def differs(*lines):
+        "Called by the journal for a batch that differs from its earlier line."
         text = difference_in_words(path, *lines)
         if exact:
             raise DataError(
@@ -238,7 +239,7 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
     return Journal(file, counters, {}, differs=None if reason else differs)
 
 
-def _why_other(checkpoint: Checkpoint, pipe: Any, ordered: dict) -> str | None:
+def _why_not_exact(checkpoint: Checkpoint, pipe: Any, ordered: dict) -> str | None:
     "Why the stream of a file cannot continue in this graph and order; None: it can."
     config = checkpoint.config
     reason = config["inexact"] or why_inexact(pipe, ordered)
@@ -273,7 +274,7 @@ def _load(path: Path, checkpoint: Checkpoint, pipe: Any, agent: Any) -> None:
         bump_version(source.actor, to=version)
 
 
-def _warn(path: Path, before: Fingerprint, now: Fingerprint) -> None:
+def _warn_of_changes(path: Path, before: Fingerprint, now: Fingerprint) -> None:
     "Warn of all that has changed in a training, except for its weights and seeds."
     changed = before.differs(now, *Fingerprint.FIXED)
     if changed:

@@ -79,7 +79,10 @@ class Mailbox:
             # it. Only the first of them succeeds, so a request is either taken or withdrawn. A
             # folder with the name of such a file is removed, too, and refused.
             with suppress(OSError):
-                path.rmdir() if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
                 yield path, wish
 
     def answer(self, path: Path, text: str, is_made: bool) -> None:
@@ -99,7 +102,10 @@ class Mailbox:
         "Show others whether the training is paused."
         path = self.folder / PAUSED
         with suppress(OSError):
-            path.touch() if is_paused else path.unlink()
+            if is_paused:
+                path.touch()
+            else:
+                path.unlink()
 
     def __enter__(self) -> Mailbox:
         self._refuse("it was asked before this training began", _time_of(self.folder / "lock"))

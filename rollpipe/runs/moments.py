@@ -395,6 +395,7 @@ def _iterated(run: Run, lines: set, since: int | None) -> Iterator[Moment]:
         updates.start_clock()
 
         def learn(batch):
+            "Make the next update, and write a line of the journal if the run has one there."
             updates.update(batch)
             if run.counters["updates"] in lines:
                 updates.journal.mark()
@@ -481,9 +482,14 @@ def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates:
             got=f"ranks={newest.config['ranks']}",
         )
 
-    last = next((line for line in lines if line.updates >= since + updates), lines[-1]).updates
-    is_stretch = newest.counters["resumes"] == resumes
-    most = max(stretch[-1].updates, newest.counters["updates"] if is_stretch else 0)
+    # The first line after so many updates, or the last line
+    later_lines = (line for line in lines if line.updates >= since + updates)
+    last = next(later_lines, lines[-1]).updates
+
+    # The number of the last update in this stretch, up to which the journal should have lines
+    most = stretch[-1].updates
+    if newest.counters["resumes"] == resumes:
+        most = max(most, newest.counters["updates"])
     if last < min(since + updates, most):
         raise DataError(
             f"{shown(folder)} has lost lines of its journal",
@@ -507,7 +513,7 @@ def check_repeats(folder: Path, again: Path) -> RunDifference:
     return difference
 
 
-def _made_once_more(folder: Path, at: Parting) -> list:
+def _updates_again(folder: Path, at: Parting) -> list:
     """Make the updates of a run again in which its journal and that of another run begin to differ.
 
     Returns the batch of each of these updates, and, as the last item, the weights after them.
@@ -538,7 +544,7 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
     Raises:
         DataError: one of them cannot be repeated; the message names the reason
     """
-    both = [_made_once_more(Path(folder).absolute(), at) for folder in (a, b)]
+    both = [_updates_again(Path(folder).absolute(), at) for folder in (a, b)]
     for n, pair in enumerate(zip(*both), at.after + 1):
         x, y = map(named_leaves, pair)
         for path in dict.fromkeys([*at.leaves, *x, *y]):
@@ -600,7 +606,7 @@ class NextUpdate(NamedTuple):
 
 # %% ../../nbs/runs/14_moments.ipynb #3ddaec66
 @contextmanager
-def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
+def _repeated_update(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
     "A context with the `NextUpdate` of a run that is repeated up to the update before it."
     with moment(folder, update - 1, *edits, is_next=True) as repeated:
         run = repeated.run
@@ -666,7 +672,7 @@ def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
 
 # %% ../../nbs/runs/14_moments.ipynb #9cb97dca
 @contextmanager
-def _failed(folder: Path) -> Iterator[NextUpdate]:
+def _failed_update(folder: Path) -> Iterator[NextUpdate]:
     "A context with the `NextUpdate` that failed, from the file of the flight recorder."
     path = folder.joinpath(*CRASH)
     if not path.exists():
@@ -737,10 +743,11 @@ def replayed_run(
     if not Path(folder).exists():
         load_run(folder)  # raises the error that there is no such run
     folder = folder_of(folder).absolute()
-    with (
-        GlobalRandomStates(),
-        _failed(folder) if update is None else _collected(folder, update, edits) as before,
-    ):
+    if update is None:
+        context = _failed_update(folder)
+    else:
+        context = _repeated_update(folder, update, edits)
+    with GlobalRandomStates(), context as before:
         yield before
 
 # %% ../../nbs/runs/14_moments.ipynb #2c03a7c9

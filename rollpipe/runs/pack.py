@@ -572,15 +572,15 @@ def _film_of(folder: Path, at: int) -> tuple | None:
 
     Returns the number of the update that it shows, and its path. None if the run has no films.
     """
-    films = {
-        int(path.stem.removeprefix("update-")): path
-        for path in folder.glob("videos/update-*.*")
-        if path.stem.removeprefix("update-").isdecimal()
-        and path.is_file()
-        and not path.is_symlink()
-    }
+    # Number of an update -> path of its film
+    films = {}
+    for path in folder.glob("videos/update-*.*"):
+        number = path.stem.removeprefix("update-")
+        if number.isdecimal() and path.is_file() and not path.is_symlink():
+            films[int(number)] = path
     if not films:
         return None
+
     n = max((n for n in films if n <= at), default=min(films))
     return n, films[n]
 

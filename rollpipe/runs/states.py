@@ -438,13 +438,13 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, checkpoint: Any) -> Stream:
             folder / "recording", ignore_errors=True
         )  # the run begins again, and records again
     elif checkpoint.stream is None:
-        _tell_new_episodes(folder, checkpoint)
+        _warn_of_new_episodes(folder, checkpoint)
     keep_as(pipe, history.kept.values())
     chunks = ChunkFolder(folder / "replay")
     return Stream(history.inexact, checkpoint.stream, chunks, global_seed(config, counters))
 
 
-def _tell_new_episodes(folder: Path, checkpoint: Any) -> None:
+def _warn_of_new_episodes(folder: Path, checkpoint: Any) -> None:
     """Warn that a run begins new episodes, and why.
 
     Raises `DataError` if the run is to be exact, unless it is a fork with new episodes.
@@ -569,6 +569,7 @@ def journal_of(run: Any, is_told: bool = True) -> Journal:
         _log.warning(f"{shown(run.folder)} goes on, but not as it was: {surprises}")
 
     def differs(*lines):
+        "Called by the journal for an update that differs from its earlier line."
         text = difference_in_words(run.folder, *lines)
         if config.get("exact") and not changed:
             raise DataError(

@@ -68,6 +68,7 @@ def reading(run: Run) -> Iterator[tuple]:
     with torchdata.DataLoader2(run.pipe, reading_service=reading_for(config)) as loader:
 
         def health():
+            "The number of workers that run, and how often one of them was restarted, at most."
             states = loader.reading_service.health()
             return dict(
                 workers=sum(state["alive"] for state in states),
@@ -362,6 +363,7 @@ def observed(
     loop = Updates(run, watching)
 
     def learn(batch):
+        "Make an update, and show its record to all observers."
         watching.save = False
         record = loop.learn(batch)
         loop.look_when_saved()
@@ -375,7 +377,7 @@ def observed(
 
 # %% ../../nbs/runs/12_training.ipynb #834b70b8
 @contextmanager
-def _saved(updates: Updates, graph: Any) -> Iterator[None]:
+def _saved_at_end(updates: Updates, graph: Any) -> Iterator[None]:
     """A context in which the graph is iterated. At its end, the last complete update is saved.
 
     The checkpoint has the state of the stream, unless the stream was stopped within a batch, or a
@@ -412,7 +414,9 @@ def _flight_recorder(run: Run) -> FlightRecorder:
     return FlightRecorder(run.folder, run.config, run.history, run.counters, run.agent, command)
 
 
-def _trained(run: Run, mailbox: Mailbox | None, callbacks: list, news: dict) -> tuple[dict, Run]:
+def _train_to_edit(
+    run: Run, mailbox: Mailbox | None, callbacks: list, news: dict
+) -> tuple[dict, Run]:
     """Train to the end of the run, or to an edit.
 
     Returns the last record, and the run that continues: `run` at its end, or the edited run.
@@ -448,7 +452,7 @@ def _trained(run: Run, mailbox: Mailbox | None, callbacks: list, news: dict) -> 
         costs.reading(run) as (batches, updates.health, graph),
         journal_of(run) as updates.journal,
         observers.begun(run, "update", "record"),  # last, because some start threads
-        _saved(updates, graph),
+        _saved_at_end(updates, graph),
     ):
         updates.make = observers.around(updates.make)
         updates.start_clock()
@@ -541,7 +545,7 @@ def train(
             while True:
                 run = made_again(run)
                 with torch_threads(run.config["threads"]):
-                    last, after = _trained(run, mailbox, observers, news)
+                    last, after = _train_to_edit(run, mailbox, observers, news)
                 record = last or record  # an edited run may stop at once, without a record
                 if after is run:
                     return record

@@ -85,7 +85,7 @@ class Parting(NamedTuple):
         return f"{update}: {self.leaves[0]} differs first{where}{cause}"
 
 
-def _common(a, b):
+def _comparable(a, b):
     """Pairs of lines of two journals that can be compared.
 
     Both are of the same update, and their checksums begin after the same update.
@@ -103,7 +103,7 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
         b: the journal of the other run
     """
     last_equal = None
-    for x, y in _common(a, b):
+    for x, y in _comparable(a, b):
         networks = differing_networks(x, y)
         if x.batch == y.batch and not networks:
             last_equal = x
@@ -115,8 +115,8 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
         if leaves and x.place and y.place:
             place = first_place(x.place, y.place)
         is_actors = place is not None and place[2]
-        leaves.sort(key=lambda path: _rank(path, is_actors))
-        located = None if place is None else _located(place, x.place["lane"])
+        leaves.sort(key=lambda path: _leaf_order(path, is_actors))
+        located = None if place is None else _with_lane(place, x.place["lane"])
 
         after = x.since if last_equal is None else last_equal.updates
         is_known = last_equal is not None
@@ -130,7 +130,7 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
         )
 
 
-def _rank(path, is_actors):
+def _leaf_order(path, is_actors):
     """The key by which the leaves of a row are sorted.
 
     If `is_actors`, the leaves of the actor come first, otherwise those of the environment. Within
@@ -145,7 +145,7 @@ def _rank(path, is_actors):
     return False, is_second_group, ranks[0]
 
 
-def _located(place, lanes):
+def _with_lane(place, lanes):
     """`(row, column, lane, environment)` of a place. The environment is counted within its lane.
 
     Args:
@@ -272,13 +272,8 @@ def _notes_of(name, prints, entries):
             notes.append(f"{name} was resumed after update {old.updates}, with new episodes")
     for e in entries:
         if e.edits:
-            edits = "; ".join(
-                map(
-                    in_words,
-                    e.edits,
-                )
-            )
-            notes.append(f"{name} was edited after update {e.updates}: {edits}")
+            texts = [in_words(edit) for edit in e.edits]
+            notes.append(f"{name} was edited after update {e.updates}: {'; '.join(texts)}")
     return notes
 
 
@@ -293,11 +288,15 @@ def diff(a: str | Path, b: str | Path, names: tuple | None = None) -> RunDiffere
         names: the names of both runs in the notes; None: their folders
     """
     journals = [read_journal(Path(folder) / JOURNAL) for folder in (a, b)]
+
+    # The first fingerprints of both runs
     prints = [read_fingerprints(folder) for folder in (a, b)]
     leaves = None
     if all(0 in x for x in prints):
         leaves = prints[0][0].differs(prints[1][0])
-    ends = [(x.since, x.updates) for x, _ in _common(*journals)]
+
+    # The last update that can be compared, and notes about both runs
+    ends = [(x.since, x.updates) for x, _ in _comparable(*journals)]
     _, common = max(ends, default=(0, 0))
     notes = []
     names = names or (a, b)

@@ -131,7 +131,7 @@ def _ordered(x):
 
 # %% ../../nbs/traces/01_fingerprint.ipynb #0f85b0f0
 # Attributes that depend on the process, the iteration or the folder, and are no configuration
-_APART = set("process timer given_seed lane divisions path keeper".split())
+_NO_CONFIGURATION = set("process timer given_seed lane divisions path keeper".split())
 # Attributes that a pipe has only while it is iterated
 _OF_ITERATION = {"kept", "restored", "running"}
 # Attributes of a class that Python, and not its author, has written
@@ -174,10 +174,12 @@ def attributes(x: Any) -> dict:
 
     # Objects that keep the arguments of their constructor
     public = {
-        name: y for name, y in lasting.items() if not name.startswith("_") and name not in _APART
+        name: y
+        for name, y in lasting.items()
+        if not name.startswith("_") and name not in _NO_CONFIGURATION
     }
     try:
-        arguments = signature_of(type(x)).parameters.keys() - _APART
+        arguments = signature_of(type(x)).parameters.keys() - _NO_CONFIGURATION
     except (TypeError, ValueError):
         return public
     if not arguments <= public.keys():
@@ -809,12 +811,8 @@ def _add_networks(description):
         # The classes and public attributes of its modules
         name = name.removeprefix("graph/").replace("/", ".")
         for place, module in network.named_modules():
-            path = "/".join(
-                filter(
-                    None,
-                    ("networks", name, place),
-                )
-            )
+            names = [part for part in ("networks", name, place) if part]
+            path = "/".join(names)
             description.add(
                 f"{path}/class",
                 type(module),
@@ -845,7 +843,10 @@ def _add_versions(description, pipe):
             )
             if isinstance(source, str):
                 ids.add(source.rpartition(":")[2])
-    for spec in [gym.registry[name] for name in sorted(ids) if name in gym.registry]:
+    for spec_id in sorted(ids):
+        if spec_id not in gym.registry:
+            continue
+        spec = gym.registry[spec_id]
         path = f"versions/{spec.id}"
         values = dict(vars(spec))
         for key in ("namespace", "name", "version"):

@@ -54,6 +54,7 @@ _CHANGES = (
 
 
 def _is_event(event):
+    "Whether an event has a known name, an update, and the fields that belong to its name."
     if not isinstance(event, dict) or type(event.get("at")) is not int:
         return False
     name = event.get("event")

@@ -213,7 +213,7 @@ def _line(entry, before):
     return f'{text}, "sum": "{total:08x}"}}\n', total
 
 
-def _row(line, before):
+def _checked_line(line, before):
     """`(entry, line, checksum)` of a line.
 
     None if the line is damaged, or if the line before it is missing.
@@ -235,25 +235,28 @@ def _row(line, before):
     return (entry, line, total) if is_whole else None
 
 
-def _entries(path):
-    "A list of `(entry, line, checksum)` of all lines of a journal; empty if there is no file."
+def _checked_lines(path):
+    """A list of `(entry, line, checksum)` for all lines of a journal; empty if there is no file.
+
+    Raises `DataError` for a damaged line.
+    """
     if not path.is_file():
         return []
     content = read_file(path).decode(errors="replace")
     before = 0
-    rows = []
+    lines = []
     for n, line in enumerate(content.split("\n")[:-1], 1):
-        row = _row(line, before)
-        if row is None:
+        checked = _checked_line(line, before)
+        if checked is None:
             # The training may have replaced its newest lines while they were read: read again.
             if read_file(path).decode(errors="replace") != content:
-                return _entries(path)
+                return _checked_lines(path)
             raise DataError(
                 f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]
             )
-        rows.append(row)
-        _, _, before = row
-    return rows
+        lines.append(checked)
+        _, _, before = checked
+    return lines
 
 
 def read_journal(path: str | Path) -> list[Entry]:
@@ -267,7 +270,7 @@ def read_journal(path: str | Path) -> list[Entry]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no journal here", expected="the folder of a run")
-    return [entry for entry, _, _ in _entries(path)]
+    return [entry for entry, _, _ in _checked_lines(path)]
 
 
 def cut(path: str | Path, updates: int) -> None:
@@ -280,7 +283,7 @@ def cut(path: str | Path, updates: int) -> None:
         updates: number of the last update whose lines stay, such as that of a checkpoint
     """
     path = Path(path)
-    lines = [f"{line}\n" for entry, line, _ in _entries(path) if entry.updates <= updates]
+    lines = [f"{line}\n" for entry, line, _ in _checked_lines(path) if entry.updates <= updates]
     write_atomically(
         path,
         "".join(lines).encode(),
@@ -336,8 +339,8 @@ class Journal:
 
         # The last line of the updates so far, and its checksum, which the next line that stays
         # continues
-        rows = _entries(self.path) if self.path else []
-        earlier = [row for row in rows if row[0].updates <= n]
+        lines = _checked_lines(self.path) if self.path else []
+        earlier = [line for line in lines if line[0].updates <= n]
         last, _, self.sum = earlier[-1] if earlier else (None, "", 0)
 
         # If it is a line of this very update, the running checksums continue from it. Otherwise
@@ -354,13 +357,15 @@ class Journal:
         # the update of the last line that stays; at the start, that of the checkpoint
         self.written = n
         # the update of the last line that was in the file at the start
-        self.ends = rows[-1][0].updates if rows else 0
+        self.ends = lines[-1][0].updates if lines else 0
 
         # The earlier lines of updates that will be made again: update -> entry. Only lines whose
         # checksums begin after the same update can be compared.
         self.again = {}
         if differs:
-            self.again = {e.updates: e for e, *_ in rows if e.updates > n and self._continues(e)}
+            for entry, *_ in lines:
+                if entry.updates > n and self._continues(entry):
+                    self.again[entry.updates] = entry
         self.last_again = max(self.again, default=0)
         # the last update after which the weights are known to be equal
         self.equal = n

@@ -184,7 +184,7 @@ class Observers:
                 # It is closed even if its `begin` fails.
                 closing.push(partial(_close, observer))
                 self.news.update(
-                    self._taken(
+                    self._metrics_of(
                         observer,
                         observer.begin(run),
                         {},
@@ -215,7 +215,7 @@ class Observers:
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
             part.update(
-                self._taken(
+                self._metrics_of(
                     observer,
                     answer,
                     record if is_open else {},
@@ -250,7 +250,7 @@ class Observers:
         counted = {name: counters[name] for name in ("steps", "updates", "seconds")}
         self.look("record", counted | metrics)
 
-    def _taken(self, observer, answer, record):
+    def _metrics_of(self, observer, answer, record):
         """The metrics in the answer of an observer. Its wishes are noted.
 
         Args:
