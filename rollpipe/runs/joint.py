@@ -299,7 +299,8 @@ def _follower(shared):
         keep_as(pipe, history.kept.values())
     else:
         # With `exact=False`, a run that is inexact raises no error here, in one rank alone.
-        # Instead, `_run_of_rank` compares the reasons of all ranks, and all of them raise the error.
+        # Instead, `_run_of_rank` compares the reasons of all ranks, and all of them raise the
+        # error.
         tested = exactness(pipe, {**config, "exact": False})
         history = History([{**history[0], **tested}])
     return Follower(
