@@ -66,6 +66,7 @@ __all__ = ['TYPED_OPTIONS', 'UsageError', 'Interrupted', 'asked_by', 'config_fro
            'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
 # %% ../../nbs/runs/20_commands.ipynb #9493a7f0
+# The options of a run on the command line, where the default of `preset` is "auto"
 TYPED_OPTIONS = [
     option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS
 ]
@@ -76,22 +77,24 @@ class UsageError(Exception):
 
 
 class Interrupted(Exception):
-    """A signal has ended the training, and everything has been saved.
+    """Raised when a signal has ended the training, after everything was saved.
 
     `args` are the number of the signal and a text.
     """
 
 
 def asked_by(args: Namespace) -> Asked:
-    """What a command line asks for: what is typed, and below it the `--config` file.
+    """The options that a command line asks for: typed ones, and those of its `--config` file.
+
+    Raises `UsageError` if it names no algorithm.
 
     Args:
-        args: the words of a command with `ALGO ENV`, parsed
+        args: the parsed words of a command with `ALGO ENV`
     """
     if not args.algorithm:
         raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
 
-    # What is typed; the parser sets nothing for an option that is not.
+    # The typed options. The parser sets no attribute for an option that was not typed.
     known = options_for(args.algorithm) + TYPED_OPTIONS
     names = [option.name for option in known if hasattr(args, option.name)]
     typed = {name: getattr(args, name) for name in names}
@@ -105,7 +108,8 @@ def asked_by(args: Namespace) -> Asked:
         preset="auto",
     )
 
-    # Below it comes the file, which alone cannot name a cluster.
+    # The options of the file, which typed ones override. The file of a stranger must not name a
+    # cluster, so `check_address` refuses its address unless one is typed.
     file = getattr(args, "config", None)
     if not file:
         return asked
@@ -122,7 +126,7 @@ def config_from(args: Namespace) -> Resolved:
 # %% ../../nbs/runs/20_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
     "Start or continue a run; if torchrun has started this process, together with the other ranks."
-    # The options are resolved once, and where that is tried first: each rank has its command line.
+    # Each rank resolves the options of its command line, once, and only when they are needed.
     configured = cache(lambda: {} if args.resume else config_from(args))
     with process_group() as launch:
         run = joint(partial(_run_for, args, launch, configured), vars(args), configured)
@@ -136,9 +140,14 @@ def train_command(args: Namespace) -> None:
 
 @spare_environments()
 def _run_for(args, launch, configured):
-    """The run that the command line asks for; None if it is complete.
+    """Start or resume the run that the command line asks for; None if it is complete.
 
-    After a restart of the ranks, it goes on from its newest checkpoint.
+    After torchrun has restarted the ranks, the run continues from its newest checkpoint.
+
+    Args:
+        args: the parsed words of `train`
+        launch: what torchrun has told this process; None: it is the only one
+        configured: () -> the configuration, for a new run
     """
     is_again = launch and launch.restarts
     if args.resume:
@@ -147,7 +156,7 @@ def _run_for(args, launch, configured):
         path = folder_of(args.resume) if is_again else args.resume
         return resume(path, **typed_arguments(resume, args))
 
-    # A new run, or one that goes on
+    # A new run, or one in the same folder that continues
     config = configured()
     if launch:
         config = config.having(ranks=launch.size)
@@ -156,20 +165,22 @@ def _run_for(args, launch, configured):
     if not earlier:
         return start(folder, config, args.overwrite)
 
-    # The edits of the run may have set its steps and its evaluations.
+    # The run in the folder. Its edits may have changed its steps, which then count, unless the
+    # command line asks for another number of them.
     newest = load_run(folder)
     stopped = newest.history.stopped
     is_as_before = earlier.config["steps"] == config["steps"]
     steps = newest.config["steps"] if is_as_before else config["steps"]
     if not is_complete(folder, newest._replace(config={**newest.config, "steps": steps})):
-        return resume(folder, None if stopped else steps)  # what was stopped stays so
+        return resume(folder, None if stopped else steps)  # a run that was stopped stays so
     why = f", and was stopped: {stopped}" if stopped else ""
     print(f"{folder} is complete, with {format_number(earlier.counters['steps'])} steps{why}")
     return None
 
 
 def folder_name(env: str) -> str:
-    return env.replace("/", "-").replace(":", "-")  # an id may have a namespace and a module
+    "The id of an environment as a part of a file name, without `/` and `:`."
+    return env.replace("/", "-").replace(":", "-")
 
 
 def default_folder(config: dict) -> Path:
@@ -178,23 +189,24 @@ def default_folder(config: dict) -> Path:
 
 
 def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoint | None:
-    """The run in a folder, None if there is none.
+    """The newest checkpoint of the run in a folder, None if there is no run.
 
-    The number of steps and the versions of packages may differ, and so may what comes from a
-    preset, unless the preset was typed: the run keeps its values.
+    The configuration of the run must be the required one. Only the number of steps and the versions
+    of packages may differ. Unless a preset was typed, options from presets may differ, too, and the
+    run keeps its values.
 
     Args:
         folder: folder of the run
         config: required configuration
-        is_exact: whether a run of more steps counts as another run
+        is_exact: whether a run of more steps than required is refused
 
     Raises:
-        DataError: it was made with another configuration
+        DataError: the run was made with another configuration
     """
     if not files_of_run(folder):
         return None
     for module in needed_modules(config):
-        importlib.import_module(module)  # naming the environment permits the import of its module
+        importlib.import_module(module)  # allowed, because the command line has named them
     checkpoint = load_run(folder)
     origin = checkpoint.history.origin
     if origin:
@@ -203,13 +215,13 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
             expected=f"rollpipe train --resume {folder}, or another folder",
         )
 
-    # It is compared by what was asked for, and by how far it was extended since.
+    # The configuration for which the user had asked, with the steps of the newest extension
     request = read_request(folder)
     extensions = [x["set"]["steps"] for x in checkpoint.history.named("extended")]
     steps = extensions[-1] if extensions else request["steps"]
     then = Resolved({**request, "steps": steps})
 
-    # These may differ.
+    # The options that may differ
     free = {"preset"}
     if not is_exact or then["steps"] <= config["steps"]:
         free.add("steps")
@@ -217,7 +229,7 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
         of_presets = {*config.named("preset"), *then.named("preset")}
         free |= of_presets - {*config.named("typed", "file")}
     if config["options"].get("engine") == "auto":
-        free.add("engine")  # of which the run knows the outcome
+        free.add("engine")  # the run has the name of the engine that was selected
 
     changed = [
         f"{name}={old!r} instead of {new!r}"
@@ -234,23 +246,27 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
 
 
 def _compared(then: Resolved, now: Resolved) -> dict:
-    "What two configurations ask for: name -> both values."
+    "The values that two configurations ask for: name -> `(value of then, value of now)`."
     names = [name for name in dict.fromkeys([*now, *then]) if name not in {*NOT_ASKED, "options"}]
     both = {name: (then.get(name), now.get(name)) for name in names}
     if {*needed_modules(then)} == {*needed_modules(now)}:
-        both.pop("imports", None)  # the environment's module may be listed or not
+        both.pop("imports", None)  # a module may be in the list, or in the id of the environment
     options = then["options"]
     return both | {name: (options.get(name, x), x) for name, x in now["options"].items()}
 
 
 def _command_for(command: str, run: Run) -> str:
-    "A command line for the folder of a run."
+    "A command line for the folder of a run: `command` is its name, perhaps with a flag."
     n_ranks = run.config.get("ranks", 1) if command.startswith("train") else 1
     return command_line(run.config, *command.split(), shown(run.folder), n_ranks=n_ranks)
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
-    "Train, and print where the results are, also after Ctrl-C."
+    """Train a run, and print where its results are, also after Ctrl-C.
+
+    Raises `Interrupted` after Ctrl-C or another signal. A new run that has made no
+    update is removed, unless its first update failed.
+    """
     _print_begin(run)
     try:
         train(
@@ -260,7 +276,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
             wandb=getattr(args, "wandb", None),
         )
     except EnvError as e:
-        # The state which the environment had when the run was saved does not fit any more.
+        # If the state of the environment in the checkpoint does not fit the environment any more,
+        # the message suggests a fork with new episodes.
         if e.problem.startswith(("the state", "a replay of its actions")):
             words = ("fork", shown(run.folder), "--new-episodes", "--out", "OUT")
             command = command_line(run.config, *words)
@@ -285,8 +302,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
 
 
 def _print_begin(run: Run) -> None:
-    "Say what is trained, and which options change nothing."
-    # What is trained
+    "Print what is trained, and which options have no effect."
+    # The algorithm, environment, seed, preset, steps and folder
     config = run.config
     preset = f", preset {config['preset']}" if config.get("preset") else ""
     steps = f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps"
@@ -296,7 +313,7 @@ def _print_begin(run: Run) -> None:
         flush=True,
     )
 
-    # Options of workers that there are not
+    # Without workers, options about workers have no effect.
     if config["workers"]:
         return
     idle = [
@@ -312,7 +329,7 @@ def _print_begin(run: Run) -> None:
 
 
 def _print_end(run: Run) -> None:
-    "Say how far the run is, and how good its best policy was."
+    "Print how many steps a run has made, and how good its best policy was."
     # The last policy
     counters = run.counters
     if run.history.stopped:
@@ -320,7 +337,7 @@ def _print_end(run: Run) -> None:
     steps = f"{format_number(counters['steps'])} steps"
     print(f"{steps} in {format_duration(counters['seconds'])}, saved in {shown(run.checkpoint)}")
 
-    # The best one
+    # The best policy
     if not (run.config.get("eval_every") and run.best.exists()):
         return
     best = load_run(run.folder, best=True)
@@ -402,22 +419,22 @@ def watch_command(
         episodes: number of episodes [no end; 1 with --record]
         record: write a film of these episodes, .gif or .mp4, instead; this needs no display
     """
-    # Each episode is told when it ends.
+    # Report each episode when it ends.
     checkpoint = load_run(run, best)
     agent = agent_of(checkpoint)
     returns = []
 
-    def tell(ret, length):
+    def report(ret, length):
         returns.append(ret)
         print(f"episode {len(returns)}: return {ret:.1f}, {length} steps", flush=True)
 
-    # A film has an end, and a window is open until somebody closes it.
+    # A film has a last episode. A window stays open until the user closes it.
     options: dict = dict(
         playing(checkpoint.config, max_episode_steps),
         n_envs=1,
         deterministic=not sample,
         seed=seed,
-        on_episode=tell,
+        on_episode=report,
     )
     if episodes is None:
         episodes = 1 if record else _FOREVER
@@ -426,7 +443,7 @@ def watch_command(
     else:
         options.update(render="human", max_steps=_FOREVER)
 
-    # Ctrl-C ends a window, and what was seen so far is told.
+    # Ctrl-C closes a window, and the results so far are printed.
     try:
         evaluate(actor=policy_of(agent), n_episodes=episodes, **options)
     except KeyboardInterrupt as e:
@@ -434,7 +451,7 @@ def watch_command(
         if record or is_other_signal:
             raise
 
-    # What came of it
+    # The results
     n = len(returns)
     if n:
         print(f"mean return of {n} episode{'s' * (n != 1)}: {sum(returns) / n:.1f}")
@@ -461,7 +478,7 @@ def export_command(run: str, best: bool = False, to: str = "onnx", out: str | No
     note |= {name: int(checkpoint.counters[name]) for name in ("steps", "updates")}
     is_checked = export_policy(actor, path, to, note)
 
-    # What the file takes and gives, and whether it was compared
+    # Print the inputs and outputs of the file, and whether it was compared with the policy.
     policy = PolicyFunction(actor)
     compared = "compared with the policy"
     if not is_checked:
@@ -480,7 +497,7 @@ def plot_command(args: Namespace) -> None:
 
 
 def _picture_of(runs: list, options: dict) -> str:
-    "The file of a picture. Its name says which metrics it shows, unless they are the default."
+    "The path of a picture. Its name has the metrics that it shows, unless they are the default."
     metrics = [options.get(axis, "steps").replace("/", "-") for axis in "yx"]
     shown_metrics = [name for name in metrics if name not in ("return_mean", "steps")]
     folder = Path(runs[0] if len(runs) == 1 else "")
@@ -508,6 +525,7 @@ def demo_command(args: Namespace) -> None:
     run_to_end(run, args)
     learning_curve(run.folder, run.folder / "curve.png")
 
+    # Compare the trained policy with a random one.
     print("\n20 fresh episodes              return (mean +- standard error)      min      max")
     _, action_space = spaces_of(config["env"])
     random = RandomActor(action_space)
@@ -519,6 +537,8 @@ def demo_command(args: Namespace) -> None:
             f"{name:<31}{result.mean:>10.1f} +- {result.stderr:<18.1f}"
             f"{result.returns.min():>9.1f}{result.returns.max():>9.1f}"
         )
+
+    # List the files of the run.
     paths = [run.folder / name for name in RUN_FILES]
     print("\n" + "  ".join(str(shown(path)) for path in paths if path.is_file()))
 
@@ -560,7 +580,7 @@ def autotune_command(args: Namespace) -> None:
         if n:
             print(f"{n} settings were not tried in {args.seconds:g} s")
     finally:
-        # Also after Ctrl-C
+        # Print the best setting so far, also after Ctrl-C.
         fastest, _ = ranked(trials)
         if fastest:
             setting, speed = fastest[0]

@@ -81,7 +81,7 @@ __all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'command_li
            'for_policy', 'agent_of', 'after_event', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/05_folder.ipynb #318476a9
-# Options that decide how much memory networks take
+# Parameters that decide how much memory networks take
 _SIZES = ("hidden", "state_size", "n_critics", "n_quantiles")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0.0, resumes=0)
 
@@ -92,18 +92,20 @@ class Run(NamedTuple):
     Its files are those of `RUN_FILES`, and the `kept_checkpoints` in its folder `checkpoints`.
 
     Args:
-        config: the configuration that holds now, see `make_config` and `History.config`
+        folder: its folder
+        config: the present configuration, see `make_config` and `History.config`
         agent: the learner
         pipe: the pipeline
         counters: steps, updates, episodes, seconds and resumes since the start of the run
-        waiting: states in the checkpoint, of pipes that are not in the pipeline yet
-        stream: the `Stream`; None: a checkpoint has no state of it
-        is_new: `start` has made it; False: it goes on, and what its folder has must stay
-        unsettled: the checkpoint from which it goes on, and whether the folder has another one,
-            until `settle`; empty: nothing is due
+        waiting: name -> state, for pipes in the checkpoint that are not in the pipeline yet
+        stream: the `Stream`; None: checkpoints have no state of the stream
+        is_new: whether `start` has made the run; False: it continues, and its files must stay
+        unsettled: `[checkpoint, is_other]` until `settle` has written what a resume changes: the
+            checkpoint from which the run continues, and whether the folder has another one; empty:
+            nothing is left to write
         history: the events of the run
-        due: edits that the run has made before, after later updates, and is going to make again
-        built: fingerprint of the pipeline as it was built; Python may have edited `pipe` since
+        due: edits that the run made before it returned to an earlier update, and will make again
+        built: fingerprint of the pipeline as it was built, before `pipe` was edited in Python
     """
 
     folder: Path
@@ -128,21 +130,22 @@ class Run(NamedTuple):
         return self.folder / "best.safetensors"
 
     def settle(self) -> None:
-        """Write what `resume` has changed: the history, and the checkpoint where the run goes on.
+        """Write the changes of `resume`: the history, and the checkpoint where the run continues.
 
-        Later checkpoints are removed. It waits for the first update, so a resume that fails leaves
-        the folder as it is. A run that records does not wait.
+        Later checkpoints are removed. This is done at the first update, so the folder stays as it
+        is if the resume fails. A run that records does it before.
         """
         if not self.unsettled:
             return
-        # If the folder has another checkpoint than the one from which the run goes on, that one is
-        # written, or else a kill before the next checkpoint would lose it.
+
+        # If the run continues from another checkpoint than that in its folder, write this one
+        # there. Otherwise a kill before the next checkpoint would lose the resume.
         checkpoint, is_other = self.unsettled
         if is_other:
             data = checkpoint._replace(config=self.config, history=self.history).data()
             files.write_atomically(self.checkpoint, data)
 
-        # A kill may have come before the request or the history were written.
+        # Write the request and the history. A run that was killed at its start may have neither.
         if not (self.folder / REQUEST).exists():
             files.write_json(self.folder / REQUEST, checkpoint.config)
         self.history.write(self.folder, self.due)
@@ -152,7 +155,14 @@ class Run(NamedTuple):
         self.unsettled.clear()
 
     def save(self) -> None:
-        "Write the checkpoint. The newest `config['keep']` ones after an update are also kept."
+        """Write the checkpoint, and keep copies of the newest `config['keep']` checkpoints.
+
+        A checkpoint before the first update is not kept.
+
+        If an environment cannot be kept any more, this becomes an event of the history. Raises
+        `DataError` in this case for a run that is to be exact.
+        """
+        # The state of the stream, and whether it has become inexact
         stream = None
         if self.stream is not None:
             stream = self.stream.state()
@@ -172,12 +182,13 @@ class Run(NamedTuple):
         )
         data = checkpoint.data()
 
-        # A power cut must not leave fewer updates in these files than in the checkpoint.
+        # These files are on disk before the checkpoint. Otherwise a power cut could leave fewer
+        # updates in them than in the checkpoint.
         for name in ("metrics.jsonl", JOURNAL):
             files.sync(self.folder / name)
         files.write_atomically(self.checkpoint, data)
 
-        # Copies that are kept, and chunks that no checkpoint names any more
+        # Keep a copy, and remove chunks to which no checkpoint refers any more.
         n = self.config.get("keep", 0)
         if n and self.counters["updates"]:
             keep_checkpoint(self.folder / "checkpoints", data, self.counters["steps"], n)
@@ -189,9 +200,9 @@ class Run(NamedTuple):
         """Write the best checkpoint.
 
         Args:
-            snapshot: snapshot of the learner and the pipes at the beginning of the evaluation
-            counters: counters at the same moment
-            evaluated: result of the evaluation
+            snapshot: the learner and the pipes at the beginning of the evaluation
+            counters: the counters at the same moment
+            evaluated: the result of the evaluation
         """
         save_checkpoint(
             self.best,
@@ -205,21 +216,23 @@ class Run(NamedTuple):
 
 # %% ../../nbs/runs/05_folder.ipynb #aa81c595
 def folder_of(path: str | Path) -> Path:
-    "The folder of a run: `path` itself, or the folder that has the checkpoint `path`."
+    "The folder of a run: `path` itself, or the folder of the run to which the file `path` belongs."
     path = Path(path)
     if path.is_dir():
         return path
 
-    # A checkpoint that is kept lies in the folder `checkpoints` within that of the run.
+    # Copies of checkpoints are in the folder `checkpoints` of the run.
     is_kept = path.parent.name == "checkpoints" and path.name not in RUN_FILES
     return path.parents[1] if is_kept else path.parent
 
 # %% ../../nbs/runs/05_folder.ipynb #c4515767
 def _check_stored(checkpoint: Checkpoint) -> None:
-    """Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest
-    of the file.
+    """Check the values in a checkpoint, before anything is built from them.
+
+    Raises `DataError` for values of the wrong type, and for sizes of networks that do not agree
+    with the tensors in the file.
     """
-    # What the file says of itself
+    # Counters, configuration and history
     config = checkpoint.config
     counters = checkpoint.counters
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()):
@@ -230,39 +243,46 @@ def _check_stored(checkpoint: Checkpoint) -> None:
     for event in checkpoint.history:
         check_event(event, "its history")
 
-    # The options of its algorithm, if that is known here, and those of the run
+    # The options of the algorithm, if it is known here, and those of the run
     if is_algorithm(config["algorithm"]):
         _check_sizes(checkpoint)
     run_options({option.name: config[option.name] for option in BESIDE_PRESET})
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    "Raise `DataError` for an option that cannot be, or for networks that the file does not have."
+    """Raise `DataError` for a value that an option cannot have, or a size that no tensor has.
+
+    Otherwise a small file could ask for networks that fill the memory.
+    """
     config = checkpoint.config
     tensors = [x for x in nested.leaves(checkpoint.agent_state) if isinstance(x, torch.Tensor)]
     sizes = set().union(*[x.shape for x in tensors])
-    has = config["options"].get
-    absent = set()  # parts that these networks do not have
-    if has("shared"):
+
+    # Parts of networks that this learner does not have, whose options are without effect
+    option_value = config["options"].get
+    absent = set()
+    if option_value("shared"):
         absent.add("critic")
-    if not has("recurrent"):
+    if not option_value("recurrent"):
         absent.add("recurrence")
     values = {}
     for option in options_for(config["algorithm"]):
-        value = has(option.name, option.default)
+        value = option_value(option.name, option.default)
         option.check(value)
         values[option.name] = value
         is_size = option.param in _SIZES and option.kinds in (("int,...",), ("int",))
         if not is_size or option.part in absent:
             continue
 
-        # A tensor has the width of a layer, or several of them side by side. `hidden` lists widths.
-        # Any other size stands alone, and its multiples count.
+        # Some dimension of a tensor must have the width of each layer that `hidden` lists. For any
+        # other option, a multiple of its value is enough, because a tensor may have several such
+        # layers side by side.
         widths = value
         if option.param != "hidden":
             multiples = [n for n in sizes if 0 < value <= n and n % value == 0]
             widths = multiples[:1] or [value]
-        if not (set(widths) <= sizes and len(widths) <= len(tensors)):
+        has_layers = set(widths) <= sizes and len(widths) <= len(tensors)
+        if not has_layers:
             raise DataError(
                 "there are no such layers in the file", leaf=option.flag, got=str(value)
             )
@@ -271,34 +291,36 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 @spare_environments()
 def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
-    """A new run, which `train` trains.
+    """Make a new run in a folder, for `train`.
 
         run = start("runs/pole", make_config("ppo", "CartPole-v1", steps=100_000))
         train(run)
 
     Args:
-        folder: created if needed
+        folder: folder of the run, which is created if needed
         config: see `make_config`
-        overwrite: remove the files of a run in that folder, and nothing else
+        overwrite: whether a run in the folder is removed; other files in it stay
 
     Raises:
-        DataError: there is a run in the folder, or what may be somebody else's under the names of
-            its files; or an option cannot have its value. And the errors of `build`, before
-            anything is written
+        DataError: there is a run in the folder, or other files with the names of those of a run; or
+            an option cannot have its value. The errors of `build` are raised before anything is
+            written
     """
     folder = Path(folder).absolute()  # an environment may change the current folder
     check_free(folder, overwrite)
-    # With the number of threads of the run, because the last bits of the weights depend on it
+
+    # Build the learner with the number of threads of the run, because the last bits of the initial
+    # weights may depend on it.
     with torch_threads(config["threads"]):
         agent, pipe = build({**config, "folder": folder})
     config = dict(_with_engine(config, agent, pipe))
     history = History()
     history.add("began", 0, **exactness(pipe, config))
 
-    # A wrong value would make a run that cannot be loaded.
+    # Check the values now, because a run with a wrong one could not be loaded again.
     _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict(), history=history))
 
-    # Another run may have begun there meanwhile.
+    # Lock the folder, and check again, because another run may have begun there meanwhile.
     files.make_folder(folder)
     lock(folder)
     try:
@@ -308,7 +330,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         raise
     remove_run(folder)
 
-    # It is saved first, so each run in a folder can be resumed, whenever the process ends.
+    # Save the run before it trains. So it can be resumed, whenever the process ends.
     chunks = ChunkFolder(folder / "replay")
     stream = Stream(history.inexact, None, chunks, global_seed(config, _COUNTERS))
     counters = dict(_COUNTERS)
@@ -335,9 +357,9 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
 
 
 def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
-    """The configuration with the engine that 'auto' selects on this machine.
+    """Replace the engine 'auto' by the one that is used on this machine. Returns the configuration.
 
-    The pipeline gets the same engine.
+    The pipeline is changed in place, and gets the same engine.
     """
     options = config["options"]
     actor = agent.actor
@@ -359,7 +381,7 @@ def discard(run: Run) -> None:
 
 # %% ../../nbs/runs/05_folder.ipynb #c8b29057
 def needed_modules(config: dict) -> list:
-    "The modules that a run needs to know its algorithm and to make its environment."
+    "The names of the modules that register the algorithm and the environment of a run."
     modules = list(config.get("imports", ()))
     of_env = str(config["env"]).rpartition(":")[0]
     if of_env:
@@ -368,11 +390,11 @@ def needed_modules(config: dict) -> list:
 
 
 def command_line(config: dict, *words: Any, n_ranks: int = 1) -> str:
-    """A command line of rollpipe, with the modules that a run needs.
+    """A command line of rollpipe that imports the modules which a run needs.
 
     Args:
         config: the configuration of the run
-        *words: the command and what follows it, such as "watch" and a path
+        *words: the command and its arguments, such as "watch" and a path
         n_ranks: number of processes that learn together
     """
     modules = import_words(needed_modules(config))
@@ -380,32 +402,32 @@ def command_line(config: dict, *words: Any, n_ranks: int = 1) -> str:
 
 # %% ../../nbs/runs/05_folder.ipynb #69a84a62
 def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Checkpoint:
-    """The checkpoint of a run.
+    """Load the checkpoint of a run.
 
     Args:
         path: folder of a run, or a checkpoint file
-        best: for a folder: the checkpoint with the best evaluation, instead of the last one
-        builds: False: modules that its environment and its algorithm need may be missing, because
-            nothing is built
+        best: for a folder: load the checkpoint with the best evaluation, instead of the last one
+        builds: whether the caller will build the learner or the environment; False: the modules
+            that these need may be missing
 
     Raises:
-        DataError: there is none; similar folders are named
-        CheckpointError: the file is damaged, or is not that of a run
+        DataError: there is no such run; the message names similar folders
+        CheckpointError: the file is damaged, or is not that of a run; or a module is missing
     """
-    # The file
+    # Find the file.
     path = Path(path)
     if best and path.exists():
         path = _best_of(path)
     file = path / "checkpoint.safetensors" if path.is_dir() else path
 
-    # If a folder has the rest of a run, but not this file, `load_checkpoint` raises the error. The
-    # other files of a run are no checkpoints.
+    # Refuse a path without a run, and a file of a run that is no checkpoint. If only the checkpoint
+    # is missing in the folder of a run, `load_checkpoint` raises the error.
     is_run = file.exists() or (path.is_dir() and bool(files_of_run(path)))
     is_other_file = file.name in RUN_FILES and file.suffix != ".safetensors"
     if not is_run or is_other_file:
         raise no_run(path)
 
-    # What it has
+    # Load and check its content.
     checkpoint = load_checkpoint(file)
     config = checkpoint.config
     names = ("algorithm", "env", "env_kwargs", "options", *vars(RunOptions()))
@@ -421,7 +443,8 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     except DataError as e:
         raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
 
-    # What it needs
+    # The modules that it needs must be imported by the user: a file must not decide what is
+    # imported.
     missing = [module for module in needed_modules(config) if module not in sys.modules]
     if builds and missing:
         words = " ".join(f"--import {module}" for module in missing)
@@ -435,7 +458,7 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
 
 
 def _needs(config: dict, module: str) -> tuple[str, str]:
-    "What of a run needs a module, and how Python imports it."
+    "Texts for a message: which part of a run needs a module, and how Python code imports it."
     for edit in config.get("inserts", []):
         if str(edit["insert"]).partition(":")[0] == module:
             return (
@@ -446,6 +469,7 @@ def _needs(config: dict, module: str) -> tuple[str, str]:
 
 
 def _has(part: Any, *names: str) -> bool:
+    "Whether `part` is a dict with all these keys."
     return isinstance(part, dict) and set(names) <= set(part)
 
 
@@ -455,7 +479,8 @@ def _check_algorithm(path: Path, config: dict) -> None:
     if is_algorithm(name):
         return
 
-    # Perhaps a module registers it that the run has named.
+    # One of the modules that the run has imported may register the algorithm, so the message names
+    # them.
     imports = config.get("imports", [])
     missing = []
     if isinstance(imports, list):
@@ -469,6 +494,7 @@ def _check_algorithm(path: Path, config: dict) -> None:
 
 
 def _best_of(path: Path) -> Path:
+    "The path of the best checkpoint in the folder of a run. Raises `DataError` if there is none."
     if not path.is_dir():
         raise DataError(
             "the best checkpoint is that of a run",
@@ -484,9 +510,9 @@ def _best_of(path: Path) -> Path:
 
 
 def restore(checkpoint: Checkpoint, device: str | None = None) -> tuple:
-    """Build the learner and the pipeline, and load the learner's state.
+    """Build the learner and the pipeline of a checkpoint, and load the learner's state.
 
-    Raises `CheckpointError` if it does not fit.
+    Raises `CheckpointError` if they cannot be built, or if the state does not fit.
 
     Args:
         checkpoint: see `load_run`
@@ -509,14 +535,14 @@ def restore(checkpoint: Checkpoint, device: str | None = None) -> tuple:
 
 
 def restore_agent(agent: Any, state: dict, who: str) -> None:
-    """Let a learner go on from the state of another one.
+    """Load the state of another learner into a learner.
 
-    Raises `CheckpointError` if its networks have other sizes, or parts.
+    Raises `CheckpointError` if their networks have different sizes or parts.
 
     Args:
         agent: the learner
-        state: what `state_dict` of the other one has returned
-        who: the environment or the file, for messages
+        state: the `state_dict` of the other learner
+        who: name of the environment or the file, for messages
     """
     try:
         agent.load_state_dict(state)
@@ -531,18 +557,19 @@ def restore_agent(agent: Any, state: dict, who: str) -> None:
 
 # %% ../../nbs/runs/05_folder.ipynb #bd6c05b6
 def for_policy(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without what only a training needs.
+    """The checkpoint without the engine and the inserted pipes of the training.
 
-    That is its engine, and its edits, which may be a stranger's.
+    A policy needs neither, and inserted pipes are code that may come from a stranger.
     """
     options = {**checkpoint.config["options"], "engine": "torch"}
     return checkpoint._replace(config={**checkpoint.config, "inserts": [], "options": options})
 
 
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
-    """The learner alone.
+    """The learner of a checkpoint, without its pipeline.
 
-    It needs neither the device, the engine nor the edits of its training. Raises as `restore` does.
+    It is built without the device, the engine and the inserted pipes of its training, so these may
+    be missing here. Raises the errors of `restore`.
 
     Args:
         checkpoint: see `load_run`
@@ -552,33 +579,33 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     return agent
 
 # %% ../../nbs/runs/05_folder.ipynb #77254847
-def after_event(checkpoint: Checkpoint, event: str, **says: Any) -> Checkpoint:
-    """The checkpoint with one more event of its run, which changes options or inserts a pipe.
+def after_event(checkpoint: Checkpoint, event: str, **fields: Any) -> Checkpoint:
+    """The checkpoint with one more event, which changes options of its run or inserts a pipe.
 
-    `rebuilt` gives the run that goes on with it.
+    `rebuilt` makes the run that continues with it.
 
     Args:
         checkpoint: see `load_run`
-        event: one of `EVENTS`
-        **says: what belongs to it
+        event: name of the event, one of `EVENTS`
+        **fields: the fields of the event
     """
     history = History(checkpoint.history)
-    history.add(event, checkpoint.counters["updates"], **says)
+    history.add(event, checkpoint.counters["updates"], **fields)
     return checkpoint._replace(config=with_event(checkpoint.config, history[-1]), history=history)
 
 
 def rebuilt(folder: Path, checkpoint: Checkpoint) -> Run:
-    """The run that goes on from a checkpoint. Nothing is written.
+    """Build the run that continues from a checkpoint. Nothing is written.
 
-    A resume, a live edit and a repetition are made of it.
+    A resume, an edit of a running training and a repetition all use it.
 
     Args:
         folder: folder of the run
-        checkpoint: where it goes on, with the configuration, the counters and the history that hold
-            from there on
+        checkpoint: where the run continues; its configuration, counters and history are those of
+            the new run
 
     Raises:
-        CheckpointError: the checkpoint does not fit. And the errors of `restore`
+        CheckpointError: the checkpoint does not fit. The errors of `restore` are raised, too
     """
     config = dict(checkpoint.config)
     agent, pipe = restore(checkpoint._replace(config={**config, "folder": folder}))
@@ -606,14 +633,15 @@ def resume(
     workers: int | None = None,
     address: str | None = None,
 ) -> Run:
-    """Continue a run from its checkpoint, which `train` trains.
+    """Continue a run from its checkpoint. `train` trains the run that is returned.
 
-    It goes on exactly as it would have gone on, or with new episodes if its configuration says why.
-    A run that was stopped goes on if `steps` are given, without the rules that could stop it.
+    The run continues exactly as it would have without the interruption, or with new episodes if its
+    history names a reason. A run that was stopped continues if `steps` are given, and then without
+    the rules that could stop it.
 
-    From an earlier checkpoint, the training after it is repeated, and its records and checkpoints
-    are replaced. The best checkpoint stays. Nothing is written before the first update, unless the
-    run records.
+    If `folder` is an earlier checkpoint, the training after it is repeated, and its records and
+    checkpoints are replaced. The best checkpoint stays. Nothing is written before the first update,
+    unless the run records.
 
     Args:
         folder: folder of a run that has a checkpoint, or one of its checkpoints
@@ -626,7 +654,7 @@ def resume(
     Raises:
         DataError: the run is complete, or an option cannot have its value
     """
-    # The folder is locked before anything is read, because another process may train there.
+    # Lock the folder before anything is read, because another process may train there.
     path = Path(folder)
     folder = folder_of(folder).absolute()
     has_locked = path.exists() and lock(folder)
@@ -635,15 +663,22 @@ def resume(
         options = {name: x for name, x in options.items() if x is not None}
         return _resumed(path, folder, options)
     except BaseException:
-        # A lock that this process had before belongs to a run that it has begun here.
+        # If this process had locked the folder before, it has another run there, which keeps the
+        # lock.
         if has_locked:
             unlock(folder)
         raise
 
 
 def _resumed(path: Path, folder: Path, options: dict) -> Run:
-    "The run that goes on from its checkpoint in `path` with other options. The folder is locked."
-    # The checkpoint, and what is given with this resume
+    """The run that continues from a checkpoint with other options. The folder is locked.
+
+    Args:
+        path: folder of the run, or one of its checkpoints
+        folder: folder of the run
+        options: name -> value, for the options that `resume` was given
+    """
+    # Load the checkpoint, and check the options.
     checkpoint = load_run(path)
     run_options(options)  # a checkpoint with other values could not be read
     name_address(options.get("address"))
@@ -651,7 +686,7 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
     if checkpoint.stream is None and counters["updates"] > 0:
         counters["resumes"] += 1  # new episodes begin
 
-    # What is given from here on is an event, like everything that happens to a run.
+    # The options become an event of the history, as all changes of a run.
     is_extended = "steps" in options
     if is_extended and checkpoint.history.stopped:
         options = {**options, **ENDLESS}
@@ -660,18 +695,23 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
     config = begin.config
     check_address(config, shown(folder))
 
-    # An earlier checkpoint lacks last evaluations if the run was extended since. To make these
-    # would end the training after it.
-    if is_over(begin) if path.is_file() else is_complete(folder, begin):
+    # Refuse a run that is complete. A run that has made all of its steps is resumed all the same if
+    # its last evaluations are missing. An earlier checkpoint is not: if the run was extended after
+    # it, making these evaluations would end the training that follows.
+    has_ended = is_over(begin) if path.is_file() else is_complete(folder, begin)
+    if has_ended:
         raise DataError(
             f"{shown(folder)} is complete",
             expected=f"--steps above {counters['steps']} to train it further",
         )
+
+    # Check the number of ranks, and options that depend on the number of steps.
     is_joint = torch.distributed.is_initialized()
-    check_size(config.get("ranks", 1), torch.distributed.get_world_size() if is_joint else 1)
+    n_processes = torch.distributed.get_world_size() if is_joint else 1
+    check_size(config.get("ranks", 1), n_processes)
     check_decay(config["steps"], checkpoint.config["options"])
 
-    # Edits that the run has made after this checkpoint are made again.
+    # Edits that the run has made after this checkpoint will be made again.
     due = edits_due(folder, checkpoint.history)
     if checkpoint.stream is None and any(edit["at"] == counters["updates"] for edit in due):
         raise DataError(
@@ -680,7 +720,7 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
             expected="another checkpoint of the run",
         )
 
-    # The run, whose folder stays as it is until the first update
+    # Build the run. Its folder stays as it is until the first update.
     run = rebuilt(folder, begin)
     if checkpoint.stream is not None:
         check_order(str(shown(folder)), "workers", checkpoint.config, config)

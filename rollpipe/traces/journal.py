@@ -24,7 +24,7 @@ from ..pipes.keeping.files import names_file, read_file, write_atomically
 __all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'Journal']
 
 # %% ../../nbs/traces/02_journal.ipynb #55e91c61
-_KNOWN = (
+_ARRAYS = (
     torch.Tensor,
     np.ndarray,
     np.generic,
@@ -32,21 +32,22 @@ _KNOWN = (
 
 
 def running(crc: int | None, x: Any) -> int:
-    """The running checksum after one more value.
+    """Continue a running checksum with one more value.
 
     Args:
-        crc: checksum of the values before; None: there are none
+        crc: checksum of the earlier values; None: `x` is the first one
         x: array, tensor, or plain data
     """
     if crc is None:
-        crc = crc32((form_of(x) if isinstance(x, _KNOWN) else "").encode())
+        form = form_of(x) if isinstance(x, _ARRAYS) else ""
+        crc = crc32(form.encode())
 
-    # The usual case, at half the time
+    # The usual case, a tensor whose memory can be read without a copy, takes half the time.
     if type(x) is torch.Tensor and not x.requires_grad:
         try:
             return crc32(x.numpy().data, crc)
         except (TypeError, ValueError, RuntimeError, BufferError):
-            pass  # another device, a dtype that numpy lacks, gaps in memory
+            pass  # on another device, of a dtype that numpy lacks, or with gaps in its memory
     data = as_array(x)
     if data is not None:
         return crc32(data.data, crc)
@@ -55,16 +56,20 @@ def running(crc: int | None, x: Any) -> int:
 
 # %% ../../nbs/traces/02_journal.ipynb #605e865a
 def _sums(trees) -> Any:
-    """Sums of the bits of all numbers in a row and column, int64 `[T+1, B]`.
+    """The sum of the bits of all numbers in each row and column, int64 `[T+1, B]`.
 
-    Each leaf has another factor, so two leaves that are exchanged change the sums.
+    The sum of each leaf is multiplied by a number of its own. So the result changes if two leaves
+    are exchanged.
+
+    Args:
+        trees: nested leaves `[T+1, B, ...]`
     """
     total = 0
     for k, x in enumerate(nested.leaves(trees), 1):
-        # A number counts as an integer with its bits, or byte by byte if there is no such integer.
+        # Read the bits of each number as an integer of its size; if there is none, as bytes.
         data = as_array(x)
-        is_word = data.itemsize in (1, 2, 4, 8)
-        bits = data.view(f"i{data.itemsize}" if is_word else np.uint8)
+        has_integer = data.itemsize in (1, 2, 4, 8)
+        bits = data.view(f"i{data.itemsize}" if has_integer else np.uint8)
         rows = bits.reshape(
             *x.shape[:2],
             -1,
@@ -74,7 +79,7 @@ def _sums(trees) -> Any:
 
 
 def _digits(sums, n_bytes):
-    "The lowest bytes of some sums, as hexadecimal digits."
+    "The lowest `n_bytes` bytes of each sum, as one text of hexadecimal digits."
     lowest = sums & (2 ** (8 * n_bytes) - 1)
     return lowest.astype(f">u{n_bytes}").tobytes().hex()
 
@@ -83,11 +88,11 @@ def places(batch: Fragment) -> dict:
     """Checksums of the rows and columns of a fragment, as hexadecimal digits.
 
     Args:
-        batch: [T, B]
+        batch: fragment `[T, B]`
 
     Returns:
         dict: `env` and `actor`: 4 digits for each of the `T+1` rows; `columns`: 8 digits for each
-            column; `lane`: the lane of each column
+            column; `lane`: the lane of each column, or None if the fragment does not tell
     """
     state = batch.state
     env = _sums((state.obs, state.rew, state.fin, batch.term, state.stepno))
@@ -101,7 +106,10 @@ def places(batch: Fragment) -> dict:
 
 
 def _differing_sums(a, b, n_bytes):
-    "The indices of the sums in which two results of `_digits` differ; none if of two sizes."
+    """The indices of the sums in which two results of `_digits` differ.
+
+    The list is empty if the results are of different lengths.
+    """
     if len(a) != len(b):
         return []
     sums_a = np.frombuffer(
@@ -116,13 +124,13 @@ def _differing_sums(a, b, n_bytes):
 
 
 def first_place(a: dict, b: dict) -> tuple | None:
-    """`(row, column, whether it is the actor's)` where two batches differ first.
+    """The first place where two batches differ: `(row, column, whether it is the actor's)`.
 
-    None if their rows do not tell.
+    None if the checksums show no difference, or belong to batches of different shapes.
 
     Args:
-        a: what `places` returned
-        b: the same of another batch
+        a: checksums of one batch, from `places`
+        b: checksums of the other batch
     """
     columns = _differing_sums(
         a["columns"],
@@ -130,7 +138,8 @@ def first_place(a: dict, b: dict) -> tuple | None:
         4,
     )
 
-    # The first row that differs. Within a row, the environment comes before the actor.
+    # The first row that differs. Within a row, the environment comes before the actor, because
+    # False is less than True.
     rows = []
     for name in ("env", "actor"):
         for row in _differing_sums(a[name], b[name], 2)[:1]:
@@ -145,21 +154,22 @@ class Entry(NamedTuple):
     """A line of a journal.
 
     Args:
-        updates: updates so far
-        steps: environment steps so far
-        resumes: how often the run was resumed before
+        updates: number of updates so far
+        steps: number of environment steps so far
+        resumes: how often the run has begun new episodes because it was resumed
         since: the update after which the checksums begin; 0, unless the run was resumed without its
             journal
-        batch: path -> running checksum of a leaf of the batches
-        weights: network -> running checksum of its weights after the updates of the regular lines
+        batch: path of a leaf of the batches -> its running checksum
+        weights: name of a network -> running checksum of its weights, continued at each regular
+            line (see `Journal`)
         versions: lowest and highest version of the weights that collected the last batch; None:
             unknown
-        place: `places` of the last batch; None in the extra line at a checkpoint, and for batches
-            that are no fragments
-        edits: what was changed after this update, in turn, see `traces.history`; None: nothing, and
-            then the line lacks it
-        now: network -> checksum of its weights after this update, in the extra lines at
-            checkpoints; None in others, which then lack it
+        place: result of `places` for the last batch; None in lines that are not regular, and for a
+            batch that is no fragment
+        edits: the edits after this update, in order, see `traces.history`; None: there were none,
+            and the line has no such key
+        now: name of a network -> checksum of its weights after this update, in extra lines; None in
+            other lines, which have no such key
     """
 
     updates: int
@@ -180,13 +190,20 @@ def differing_networks(a: Entry, b: Entry) -> list:
     if a.now is not None and b.now is not None:
         pairs.append((a.now, b.now))
     names = []
-    for of_a, of_b in pairs:
-        names += [name for name, *_ in differing(of_a, of_b) if name not in names]
+    for checksums_a, checksums_b in pairs:
+        for name, *_ in differing(checksums_a, checksums_b):
+            if name not in names:
+                names.append(name)
     return names
 
 
 def _line(entry, before):
-    "The line of an entry, and the checksum in it, which continues that of the line before."
+    """The line of an entry, and the checksum that ends it.
+
+    Args:
+        entry: what the line records
+        before: checksum of the line before, which this one continues; 0 for the first line
+    """
     values = entry._asdict()
     for name in ("edits", "now"):
         if values[name] is None:
@@ -196,10 +213,14 @@ def _line(entry, before):
     return f'{text}, "sum": "{total:08x}"}}\n', total
 
 
-def _row(line, before):
-    """The row `(entry, line, checksum)`.
+def _checked_line(line, before):
+    """`(entry, line, checksum)` of a line.
 
-    None if the line is damaged, or the one before it is missing.
+    None if the line is damaged, or if the line before it is missing.
+
+    Args:
+        line: without its newline
+        before: checksum of the line before; 0 for the first line
     """
     try:
         values = json.loads(line)
@@ -214,31 +235,34 @@ def _row(line, before):
     return (entry, line, total) if is_whole else None
 
 
-def _entries(path):
-    "Rows `(entry, its line, checksum)` of a journal; none if there is no file."
+def _checked_lines(path):
+    """A list of `(entry, line, checksum)` for all lines of a journal; empty if there is no file.
+
+    Raises `DataError` for a damaged line.
+    """
     if not path.is_file():
         return []
     content = read_file(path).decode(errors="replace")
     before = 0
-    rows = []
+    lines = []
     for n, line in enumerate(content.split("\n")[:-1], 1):
-        row = _row(line, before)
-        if row is None:
-            # A training may just have replaced its newest lines.
+        checked = _checked_line(line, before)
+        if checked is None:
+            # The training may have replaced its newest lines while they were read: read again.
             if read_file(path).decode(errors="replace") != content:
-                return _entries(path)
+                return _checked_lines(path)
             raise DataError(
                 f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]
             )
-        rows.append(row)
-        _, _, before = row
-    return rows
+        lines.append(checked)
+        _, _, before = checked
+    return lines
 
 
 def read_journal(path: str | Path) -> list[Entry]:
-    """The lines of a journal. An incomplete last line is left out.
+    """The entries of all lines of a journal. An incomplete last line is left out.
 
-    Raises `DataError`, which names file and line, for a damaged line.
+    Raises `DataError` if there is no file, or for a damaged line, which it names.
 
     Args:
         path: file
@@ -246,20 +270,20 @@ def read_journal(path: str | Path) -> list[Entry]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no journal here", expected="the folder of a run")
-    return [entry for entry, _, _ in _entries(path)]
+    return [entry for entry, _, _ in _checked_lines(path)]
 
 
 def cut(path: str | Path, updates: int) -> None:
-    """Remove the lines after so many updates from a journal, and an incomplete last line.
+    """Remove all lines of later updates from a journal, and an incomplete last line.
 
-    Raises as `read_journal`, and `OSError`.
+    Raises `DataError` for a damaged line, and `OSError` if the file cannot be written.
 
     Args:
-        path: file; one that is missing is made
-        updates: number of updates, such as that of a checkpoint
+        path: file; it is created if it is missing
+        updates: number of the last update whose lines stay, such as that of a checkpoint
     """
     path = Path(path)
-    lines = [f"{line}\n" for entry, line, _ in _entries(path) if entry.updates <= updates]
+    lines = [f"{line}\n" for entry, line, _ in _checked_lines(path) if entry.updates <= updates]
     write_atomically(
         path,
         "".join(lines).encode(),
@@ -267,29 +291,32 @@ def cut(path: str | Path, updates: int) -> None:
 
 # %% ../../nbs/traces/02_journal.ipynb #b855ae4c
 class Journal:
-    """The journal of a run that is being trained.
+    """Writes the journal of a run that is being trained.
 
-    Its lines are of three kinds. A *regular* line, of a large batch or every `SPACING` steps, has
-    the weights and stays. A *passing* one, of an update between, has no new weights, and goes with
-    the next line that stays. An *extra* one, at a checkpoint or an edit, has `now` and stays.
+    Its lines are of three kinds. A *regular* line is written for a large batch, and otherwise every
+    `SPACING` steps. It has checksums of the weights, and stays in the file. A *passing* line is
+    written for any other update. It has no new checksums of the weights, and the next line that
+    stays replaces it. An *extra* line is written at a checkpoint or an edit. It has the field
+    `now`, and stays.
 
     Raises `DataError` if the file is damaged, and `OSError`, which names the file, if the disk is
     full.
 
     Args:
-        path: file, which is cut to the updates so far with the first line; None: nothing is
-            written, as in a rank that keeps no run
+        path: file; before the first line is written, all lines of later updates are removed from
+            it; None: nothing is written, as in a rank that keeps no run
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
-        edits: what was changed so far, see `edited`
-        differs: `differs(before, now, after)` is called if the file has lines of updates that are
-            made once more, and the first one of them is another one now: both entries, and the last
-            update before them after which the weights are known to be equal; if it raises an error,
-            the file stays as it is
-        opens: `opens()` is called before the first line is written
+        edits: all edits so far, see `edited`
+        differs: called as `differs(before, now, after)` when the run makes an update again, and its
+            new entry `now` has other numbers than its earlier entry `before`; `after` is the last
+            update after which the weights are known to be equal; it is called for the first such
+            update alone, and if it raises an error, the file stays as it is
+        opens: called as `opens()` before the first line is written
     """
 
-    # steps of a batch that gets a line, and between the lines of smaller batches
+    # A batch of at least `LARGE` steps has a regular line. Smaller ones have one every `SPACING`
+    # steps.
     LARGE = 1024
     SPACING = 4096
 
@@ -310,11 +337,14 @@ class Journal:
         self.counters = {name: counters[name] for name in ("updates", "steps", "resumes")}
         n = counters["updates"]
 
-        # The line that the checksums continue; without it, they begin here.
-        rows = _entries(self.path) if self.path else []
-        earlier = [row for row in rows if row[0].updates <= n]
-        # the last one, and its checksum, which the next line that stays continues
+        # The last line of the updates so far, and its checksum, which the next line that stays
+        # continues
+        lines = _checked_lines(self.path) if self.path else []
+        earlier = [line for line in lines if line[0].updates <= n]
         last, _, self.sum = earlier[-1] if earlier else (None, "", 0)
+
+        # If it is a line of this very update, the running checksums continue from it. Otherwise
+        # they begin here.
         self.since = n
         self.batch = {}
         self.weights = {}
@@ -324,22 +354,25 @@ class Journal:
             self.weights = last.weights
         # checksum of the last line, which may be a passing one
         self.sum_with_passing = self.sum
-        # the update of the last line that stays, or of the checkpoint
+        # the update of the last line that stays; at the start, that of the checkpoint
         self.written = n
-        # the update of the last line that was there
-        self.ends = rows[-1][0].updates if rows else 0
+        # the update of the last line that was in the file at the start
+        self.ends = lines[-1][0].updates if lines else 0
 
-        # The lines of updates that are made once more: update -> line, and the last one of them
+        # The earlier lines of updates that will be made again: update -> entry. Only lines whose
+        # checksums begin after the same update can be compared.
         self.again = {}
         if differs:
-            self.again = {e.updates: e for e, *_ in rows if e.updates > n and self._continues(e)}
+            for entry, *_ in lines:
+                if entry.updates > n and self._continues(entry):
+                    self.again[entry.updates] = entry
         self.last_again = max(self.again, default=0)
         # the last update after which the weights are known to be equal
         self.equal = n
 
         # root -> structure of a batch, and the paths of its leaves
         self.known: dict = {}
-        # what the present update adds
+        # checksums of the leaves, and further fields of the line, after the present update
         self.next = {}
         self.more = {}
         self.is_regular = False
@@ -347,12 +380,13 @@ class Journal:
         self.edited(edits)
 
     def _continues(self, entry):
+        "Whether the checksums of an entry begin where those of this journal do."
         return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
 
     def open(self) -> None:
-        """Cut the file to the updates so far, and write from there on.
+        """Remove the lines of later updates from the file, and open it to append lines.
 
-        The first line does it, if nobody has done it before.
+        The first line that is written calls it, if nobody has called it before.
         """
         assert self.path is not None
         if self.file is not None:
@@ -367,11 +401,13 @@ class Journal:
         self.size = self.path.stat().st_size  # bytes of the lines that stay
 
     def saw(self, batch: Any, steps: int) -> None:
-        """Add a batch, before an update learns from it. If the update fails, it does not count.
+        """Compute the checksums with a batch that an update is about to learn from.
+
+        They count as soon as `learned` is called, so a batch whose update fails does not count.
 
         Args:
-            batch: the batch; of a replayed one, its fresh steps count
-            steps: environment steps after it
+            batch: the batch; if it has an attribute `fresh`, its new steps, only these count
+            steps: number of environment steps, with those of the batch
         """
         if self.path is None:
             return
@@ -379,16 +415,17 @@ class Journal:
         is_large = steps - before >= self.LARGE
         self.is_regular = is_large or steps // self.SPACING > before // self.SPACING
 
-        # The leaves. Between regular lines, only the states count: the rest follows from them.
+        # The leaves of the batch, and their paths. Between regular lines, only the states of a
+        # fragment count, because the rest follows from them.
         fresh = getattr(
             batch,
             "fresh",
             batch,
         )
         is_fragment = isinstance(fresh, Fragment)
-        is_part = is_fragment and not self.is_regular
-        root = ".state" if is_part else ""
-        tree = fresh.state if is_part else fresh
+        only_states = is_fragment and not self.is_regular
+        root = ".state" if only_states else ""
+        tree = fresh.state if only_states else fresh
         leaves, structure = nested.flatten(tree)
         known_structure, paths = self.known.get(root, (None, None))
         if structure != known_structure:
@@ -397,7 +434,8 @@ class Journal:
 
         self.next = {path: running(self.batch.get(path), x) for path, x in zip(paths, leaves)}
 
-        # What a regular line tells of the batch
+        # A regular line also has the checksums of rows and columns, and the versions of the weights
+        # that collected the batch.
         self.more = {}
         if self.is_regular and is_fragment:
             version = fresh.version
@@ -408,7 +446,11 @@ class Journal:
             )
 
     def learned(self, counters: dict) -> None:
-        "Count the update that has learned from the batch."
+        """Count the update that has learned from the batch of `saw`, and write its line.
+
+        Args:
+            counters: steps, updates and resumes after it
+        """
         if self.path is None:
             return
         self.batch.update(self.next)
@@ -418,8 +460,10 @@ class Journal:
         self._write(self.is_regular, **self.more)
 
     def _after(self, weights):
-        """The checksums `weights`, name -> number, each continued with the present weights of its
-        network. A checksum that is not there begins.
+        """Continue the checksum of each network with its present weights.
+
+        Args:
+            weights: name -> checksum; a network that it lacks begins a new checksum
         """
         sums = dict(weights)
         for name, network in self.networks.items():
@@ -431,18 +475,19 @@ class Journal:
         return sums
 
     def mark(self) -> None:
-        """Write an extra line, unless the last update has one.
+        """Write an extra line, unless the last update has a line that stays.
 
-        A checkpoint is saved after it, so that its journal can go on.
+        It is called before a checkpoint is saved, so that the journal can continue from there.
         """
         if self.path is not None and self.written != self.counters["updates"]:
             self._write(now=self._after({}))
 
     def edited(self, edits: Sequence) -> None:
-        """Write an extra line for what was changed after the last update, unless it has one.
+        """Write an extra line for the edits after the last update, unless they are in a line.
 
         Args:
-            edits: what was changed so far, in turn, each with the update after which it was, `at`
+            edits: all edits so far, in order; the key `at` of each is the update after which it was
+                made
         """
         newest = [edit for edit in edits if edit["at"] == self.counters["updates"]]
         if self.path is None or not newest or newest == self.edits:
@@ -456,7 +501,9 @@ class Journal:
     def _write(self, stays=True, **more):
         """Compare the update with its earlier line, if it has one, and write a line.
 
-        One that does not stay is passing: the next line replaces it.
+        Args:
+            stays: False: the line is a passing one, which the next line that stays replaces
+            **more: further fields of `Entry`
         """
         entry = Entry(
             **self.counters, since=self.since, batch=self.batch, weights=self.weights, **more
@@ -469,14 +516,15 @@ class Journal:
                 stays,
             )
 
-        # The first line that is written cuts off those which are still to be compared, so passing
-        # ones wait.
+        # The first line that is written removes all earlier lines of later updates. So no passing
+        # line is written while some of these still have to be compared.
         if not stays and entry.updates < self.last_again:
             return
         if self.file is None:
             self.open()
 
         with names_file(self.file.name):
+            # Remove the passing lines at the end of the file, if this one stays.
             if stays and self.sum_with_passing != self.sum:
                 self.file.truncate(self.size)
             line, total = _line(
@@ -492,9 +540,9 @@ class Journal:
             self.written = entry.updates
 
     def _compare(self, before, entry, stays):
-        """Compare an entry with the line `before` of the same update.
+        """Compare an entry with the earlier entry `before` of the same update.
 
-        Call `differs` if their numbers do, and compare no more.
+        If their numbers differ, call `differs`, and compare no later updates.
         """
         if before.batch != entry.batch or differing_networks(before, entry):
             self.differs(
@@ -502,9 +550,10 @@ class Journal:
                 entry,
                 self.equal,
             )
-            self.again.clear()  # running checksums differ from here on
+            self.again.clear()  # running checksums differ in all later lines, too
             self.last_again = 0
         elif stays and (before.now is None) == (entry.now is None):
+            # Both lines have checksums of the weights after this update, and they are equal.
             self.equal = entry.updates
 
     def __enter__(self):
