@@ -231,8 +231,10 @@ class PPO(SteeredRate, ActorCriticLearner):
     4
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms",
-    https://arxiv.org/abs/1707.06347. Before each step, the divergence is estimated from the actions
-    of the minibatch. The first minibatch of an update is always used.
+    https://arxiv.org/abs/1707.06347.
+
+    With `target_kl`, an update may end early. Before each step of the optimiser but the first one,
+    the actions of the minibatch give an estimate of the divergence from the policy that acted.
 
     Args:
         epochs: passes over each batch

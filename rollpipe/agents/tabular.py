@@ -24,8 +24,8 @@ from ..pipes.graph.modules import bump_version
 class TabularQ(EpsilonGreedy):
     """An epsilon-greedy actor with a table of action values, for Discrete observations and actions.
 
-    `table` is a float32 parameter `[n_states, n_actions]`, so gradient methods can train it as
-    well: then it is an embedding. Raises `SpaceError` for other spaces.
+    `table` is a float32 parameter `[n_states, n_actions]`. So gradient methods can train it, too,
+    like the weights of a `torch.nn.Embedding`. Raises `SpaceError` for other spaces.
 
     Args:
         observation_space: Discrete: the states

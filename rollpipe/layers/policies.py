@@ -70,9 +70,10 @@ class Policy(ForSpaces, Actor):
         hx: Any,
         stepno: Tensor,
     ) -> tuple:
-        """Return `(params, hx, info)`: the results of `params`, and the infos of the actor.
+        """Return `(params, hx, info)`. The first two are what the method `params` returns.
 
-        `info` has at least `dist=params`. A policy that reports more overrides this method.
+        `info` has the infos of the steps, at least `dist=params`. A policy that reports more infos
+        overrides this method.
         """
         params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
         return params, hx, {"dist": params}

@@ -70,14 +70,15 @@ class EnvStepper(Acting, Seeded, Source):
     The actor is held by reference: training it changes what the stream yields. Environments are
     made when the iteration begins. They are closed when it ends, is left early, or fails. Actions
     outside the bounds of a `Box` are recorded as the actor chose them, and clipped for the
-    environment. A factory may return a gymnasium `VectorEnv` or a synchronous EnvPool, whose
-    environments are then the batch.
+    environment. A factory may also return a gymnasium `VectorEnv` or a synchronous EnvPool. Then
+    the environments in it are stepped together.
 
     Environment instances are lent: they are held by reference and never closed. Each iteration
     resets them, with its own seeds. They cannot be copied, so several lanes or other processes
     raise `EnvError`. An environment serves one iteration at a time. If a newer iteration takes it,
-    also because a factory returns the same object again, the older one gets an `EnvError` at its
-    next step. A pipe of environments is read before the first step, and closed at the end.
+    the older iteration gets an `EnvError` at its next step. The same happens if a factory returns
+    the same object again. A pipe of environments is read before the first step, and closed at the
+    end.
 
     An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's
     `RecordEpisodeStatistics` at the end of the first episode. The mask `'_' + key` says which

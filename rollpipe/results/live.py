@@ -94,7 +94,7 @@ class Live(ThreadingHTTPServer):
         return document("rollpipe live", [*forms, said, frame], policy, _LAYOUT)
 
     def pictures(self) -> str:
-        "The page in the frame, which the browser reloads by itself."
+        "The page inside the frame: the pictures of all runs. The browser reloads it by itself."
         with self.drawing:
             body = []
             for path in self.folders:

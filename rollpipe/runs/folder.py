@@ -132,8 +132,9 @@ class Run(NamedTuple):
     def settle(self) -> None:
         """Write the changes of `resume`: the history, and the checkpoint where the run continues.
 
-        Later checkpoints are removed. This is done at the first update, so the folder stays as it
-        is if the resume fails. A run that records does it before.
+        The checkpoints after that one are removed. A training calls this at its first update, so
+        that the folder stays as it is if the resume fails. A training with a `Recorder` calls it
+        before the recorder removes what was recorded after the checkpoint.
         """
         if not self.unsettled:
             return

@@ -50,12 +50,12 @@ __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes',
 
 # %% ../../nbs/runs/04_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
-    "The states of the pipes of a graph that learn: name -> state."
+    "The states of the learning pipes of a graph: name -> state."
     return {name: p.state_dict() for name, p in learning_pipes(pipe).items()}
 
 # %% ../../nbs/runs/04_states.ipynb #fe4c3448
 def load_states(pipe: IterDataPipe, states: Any) -> dict:
-    """Restore the states of the pipes of a graph that learn.
+    """Restore the states of the learning pipes of a graph.
 
     Args:
         pipe: the last pipe of the graph

@@ -274,7 +274,7 @@ def read_journal(path: str | Path) -> list[Entry]:
 
 
 def cut(path: str | Path, updates: int) -> None:
-    """Remove all lines of later updates from a journal, and an incomplete last line.
+    """Remove all lines after a given update from a journal, and an incomplete last line.
 
     Raises `DataError` for a damaged line, and `OSError` if the file cannot be written.
 
@@ -303,8 +303,8 @@ class Journal:
     full.
 
     Args:
-        path: file; before the first line is written, all lines of later updates are removed from
-            it; None: nothing is written, as in a rank that keeps no run
+        path: file; before the first line is written, the lines of updates that the run will make
+            again are removed from it; None: nothing is written, as in a rank that keeps no run
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
         edits: all edits so far, see `edited`
@@ -384,9 +384,10 @@ class Journal:
         return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
 
     def open(self) -> None:
-        """Remove the lines of later updates from the file, and open it to append lines.
+        """Remove the lines of updates that the run will make again, and open the file to append.
 
-        The first line that is written calls it, if nobody has called it before.
+        This is done before the first line is written, or earlier if somebody calls it. Further
+        calls do nothing.
         """
         assert self.path is not None
         if self.file is not None:

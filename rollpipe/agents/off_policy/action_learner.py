@@ -129,9 +129,10 @@ def steps_taken(fragment: Fragment) -> tuple:
 
 
 def first_value(critic: Any, obs: Any, act: Tensor) -> Tensor:
-    """The first of the values of `critic(obs, act)`, `[T, B]`.
+    """The values of the first network of a critic, `[T, B]`.
 
-    If the critic has a method `first_value`, it computes no other values.
+    A critic with a method `first_value` computes these alone. Another critic computes the values of
+    all its networks, of which the first are taken.
     """
     if hasattr(critic, "first_value"):
         return critic.first_value(obs, act)

@@ -516,13 +516,15 @@ class Source(Pipe):
 
 # %% ../../../nbs/pipes/03_graph/03_pipe.ipynb #03189476
 class Seeded:
-    """Mixin for a pipe that draws random numbers; the pipe keeps the user's `seed` (an integer, or
-    None) as an attribute.
+    """Mixin for a pipe that draws random numbers.
 
-    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer). It
-    is None if neither gave one. A loader with a reading service always gives one. If its `seed` was
-    not called, it takes the seed from torch's generator without changing the generator, so each
-    iteration gets the same seed until something else draws from the generator.
+    The attribute `seed` is the user's seed, an integer or None. The attribute `given_seed` comes
+    from `Lanes` (a numpy `SeedSequence`) or from a `DataLoader2` (an integer), or is None.
+
+    A loader with a reading service gives a seed to each pipe to which the user gave none. Before
+    the first call of `loader.seed(...)`, the loader takes its seeds from torch's generator, and
+    leaves the generator as it is. So each iteration gets the same seeds, until something else draws
+    from the generator.
     """
 
     seed = given_seed = None

@@ -365,9 +365,9 @@ class Timer(NamedTuple):
 
 
 class Timed(Pipe):
-    """Yields the items of a pipe of torch, which has no timer.
+    """Follows a pipe of torch, and yields its items unchanged.
 
-    The timer of this pipe measures the other one.
+    A pipe of torch has no timer of its own. The timer of the `Timed` measures it instead.
     """
 
     reads = 1
@@ -376,7 +376,7 @@ class Timed(Pipe):
     drops_items = False
 
     def stream(self, items: Iterator) -> Iterator:
-        "The items of the other pipe."
+        "The items of the pipe of torch."
         return items
 
 
