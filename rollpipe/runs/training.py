@@ -30,7 +30,7 @@ from .changes import attended, made_again, take_over
 from .evaluations import evaluations_of, films_of
 from .folder import Run, command_line
 from .locks import COSTS, begin_training, unlock
-from .logs import MetricFiles, Progress, records_of
+from .logs import MetricFiles, Progress, is_complete, records_of
 from .mailbox import Mailbox
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .states import check_taken, journal_of
@@ -534,10 +534,12 @@ def train(
             is returned instead
     """
     if run.stream and run.stream.has_ended:
-        raise DataError(
-            f"{run.folder}: this training has ended",
-            expected="train(resume(folder)), which goes on from the checkpoint",
-        )
+        go_on = "train(resume(folder)), which goes on from the checkpoint"
+        if is_complete(run.folder, run):
+            go_on = (
+                f"train(resume(folder, steps=...)), with more than {run.counters['steps']} steps"
+            )
+        raise DataError(f"{run.folder}: this training has ended", expected=go_on)
     if not isinstance(callbacks, Sequence):
         raise DataError("callbacks", expected="a list: callbacks=[...]", got=repr(callbacks)[:80])
 
