@@ -626,6 +626,11 @@ train ppo CartPole-v1 --learning-rate 1e-3 => did you mean --lr[?]
 train ppo CartPole-v1 --total-timesteps=1000 => did you mean --steps[?]
 train ppo CartPole-v1 --batch_size 64 => did you mean --minibatch[?]
 train ppo CartPole-v1 --track => did you mean --wandb[?]
+train ppo CartPole-v1 --lrate 3 => did you mean --lr[?]
+train ppo CartPole-v1 --max-kl 3 => --max-kl, an option of trpo and npg .see rollpipe train ppo --help.
+train trpo CartPole-v1 --clip 3 => --clip, an option of ppo .see rollpipe train trpo --help.
+train ppo CartPole-v1 --tau 0.1 => --tau, an option of other algorithms .see rollpipe train ppo --help.
+evaluate RUN --max-kl 3 => unknown argument --max-kl .see rollpipe evaluate --help.
 train ppo CartPole-v1 --overwite => did you mean --overwrite[?]
 train sac Pendulum-v1 --ent-coef 0.1 => did you mean --temperature[?]
 train sac CartPole-v1 => Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)
