@@ -387,13 +387,17 @@ def _import_modules(words):
     # An installed script does not search the current folder.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    places = "Python looks in this folder, and among what is installed."
     for module in modules:
+        if module.endswith(".py"):
+            name = module.removesuffix(".py").replace("/", ".").strip(".")
+            raise UsageError(
+                f"--import {module}: a file name is no module name; did you mean {name}? {places}"
+            )
         try:
             allow_edits(module)
         except ModuleNotFoundError as e:
-            raise UsageError(
-                f"--import {module}: {e}. Python looks in this folder, and among what is installed."
-            ) from e
+            raise UsageError(f"--import {module}: {e}. {places}") from e
     return modules
 
 
