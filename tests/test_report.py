@@ -534,6 +534,15 @@ OTHER_VERSION = "made by another version of rollpipe. Expected format 1, got "
 NO_EVALUATIONS = "its runs have no evaluations. Expected runs of .*--eval-every 'N steps'"
 
 
+OF_UPDATES = '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3, "eval_every": 10}'
+
+
+BY_UPDATES = (
+    r"its evaluations are by updates \(--eval-every 10\), which a report does not read. "
+    ".*--eval-every 'N steps'`; `rollpipe plot .*x --y eval_return_mean`"
+)
+
+
 OTHER_EVALUATIONS = '{"format": 3, "kind": "last"}\n'
 
 
@@ -542,6 +551,7 @@ OTHER_EVALUATIONS = '{"format": 3, "kind": "last"}\n'
     [
         ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
         ({"x/config.json": CONFIG}, NO_EVALUATIONS),
+        ({"x/config.json": OF_UPDATES}, BY_UPDATES),
         ({"x/config.json": "?"}, "config.json: not JSON"),
         ({"x/config.json": CONFIG, "x/evaluations.jsonl": OTHER_EVALUATIONS}, f"{OTHER_VERSION}3"),
     ],

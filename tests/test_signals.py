@@ -17,6 +17,7 @@ from gallery import gone_on, quietly
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.cli.main import main
 from rollpipe.pipes import WorkerError
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import signals
@@ -180,6 +181,23 @@ def small_run(folder, **run):
             "ppo", "Eventful-v0", options, steps=12 * 32, checkpoint_every=5, eval_episodes=1, **run
         ),
     )
+
+
+def test_ctrl_c_tells_once_how_to_go_on(tmp_path, caplog, capsys, monkeypatch):
+    "In Python by the log, and on the command line by its last line."
+    monkeypatch.chdir(tmp_path)
+    run = small_run(tmp_path / "run")
+    PLANNED.append(partial(signal.raise_signal, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        quietly(run)
+    line = "interrupted after 32 steps and saved; continue with: train(resume('run'))"
+    assert caplog.messages[-1] == line
+
+    caplog.clear()
+    PLANNED.append(partial(signal.raise_signal, signal.SIGINT))
+    assert main("train --resume run --quiet".split()) == 130
+    line = "interrupted after 64 steps and saved; continue with: rollpipe train --resume run"
+    assert capsys.readouterr().err.count(line) == 1 and not caplog.messages
 
 
 def strike(number, reaches_all=True):

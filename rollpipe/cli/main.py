@@ -387,13 +387,17 @@ def _import_modules(words):
     # An installed script does not search the current folder.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    places = "Python looks in this folder, and among what is installed."
     for module in modules:
+        if module.endswith(".py"):
+            name = module.removesuffix(".py").replace("/", ".").strip(".")
+            raise UsageError(
+                f"--import {module}: a file name is no module name; did you mean {name}? {places}"
+            )
         try:
             allow_edits(module)
         except ModuleNotFoundError as e:
-            raise UsageError(
-                f"--import {module}: {e}. Python looks in this folder, and among what is installed."
-            ) from e
+            raise UsageError(f"--import {module}: {e}. {places}") from e
     return modules
 
 
@@ -520,10 +524,18 @@ def _explain_unknown(args, word):
     if name in _OF_A_RUN:
         return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
 
+    # Name the algorithms that have this option, if they are few.
+    problem = f"unknown argument {word}"
+    algorithm = getattr(args, "algorithm", None)
+    owners = [x for x in ALGORITHMS if name in [option.flag for option in options_for(x)]]
+    if algorithm and owners:
+        names = " and ".join(owners) if len(owners) < 4 else "other algorithms"
+        problem += f", an option of {names}"
+
     # Suggest the two options with the most similar names.
     flags = _flags(args)
     near = [flags[x] for x in nearest(name[2:].replace("-", "_"), flags, 2)]
     if near:
-        return f"unknown argument {word}; did you mean {' or '.join(near)}?"
-    command = " ".join(filter(None, ["rollpipe", args.command]))
-    return f"unknown argument {word} (see {command} --help)"
+        return f"{problem}; did you mean {' or '.join(near)}?"
+    command = " ".join(filter(None, ["rollpipe", args.command, algorithm]))
+    return f"{problem} (see {command} --help)"

@@ -412,6 +412,21 @@ def _command(runs):
     return _train_command(first, "--seeds", ",".join(seeds))
 
 
+def _no_evaluations(folder, results):
+    "The error for runs without evaluations by steps. It says if they have some by updates."
+    problem = f"{folder}: its runs have no evaluations"
+    expected = "runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`"
+    for run in results:
+        every = Every.of(run.config.get("eval_every", 0))
+        if every.n and every.unit == "updates":
+            by_updates = f"its evaluations are by updates (--eval-every {every.n})"
+            problem = f"{folder}: {by_updates}, which a report does not read"
+            plot = typed_command("rollpipe", "plot", run.folder, "--y", "eval_return_mean")
+            expected += f"; `{plot}` draws those that are there"
+            break
+    return DataError(problem, expected=expected)
+
+
 def _of_runs(folder, runs):
     """The results of plain runs of `rollpipe train --eval-every 'N steps'`.
 
@@ -419,11 +434,11 @@ def _of_runs(folder, runs):
     in all environments.
     """
     rows = []
-    n_evaluations = 0
+    all_results = []
     for (env, label), group in group_runs(runs, per_env=True).items():
         results = [read_result(path) for path in group]
+        all_results += results
         for x in results:
-            n_evaluations += len(x.evaluations)
             if x.state == "damaged":
                 raise DataError(f"{x.folder}: cannot be read", got=x.problem)
 
@@ -439,11 +454,8 @@ def _of_runs(folder, runs):
                 results=results,
             )
         )
-    if not n_evaluations:
-        raise DataError(
-            f"{folder}: its runs have no evaluations",
-            expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
-        )
+    if not any(x.evaluations for x in all_results):
+        raise _no_evaluations(folder, all_results)
     return Results(folder.resolve().name, rows)
 
 

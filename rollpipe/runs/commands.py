@@ -11,7 +11,7 @@ from argparse import Namespace
 from functools import cache, partial
 from pathlib import Path
 
-from ..agents.checkpoint import Checkpoint, load_checkpoint
+from ..agents.checkpoint import Checkpoint
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..pipes.data.errors import DataError, EnvError
 from ..pipes.envs.factories import spaces_of, spare_environments
@@ -44,7 +44,7 @@ from .joint import Follower, joint
 from .locks import RUN_FILES, files_of_run
 from .logs import format_duration, format_number, is_complete
 from .plots import learning_curve
-from .training import train
+from .training import interruption, train
 from ..settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import (
     RUN_OPTIONS,
@@ -287,14 +287,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
     except KeyboardInterrupt as e:
         if run.is_new and not run.counters["updates"]:
             raise
-        steps = run.counters["steps"]
-        saved_steps = load_checkpoint(run.checkpoint).counters["steps"]
-        after = "" if saved_steps == steps else f" after {saved_steps}"
-        raise Interrupted(
-            *e.args,
-            f"interrupted after {steps} steps and saved{after}; "
-            f"continue with: {_command_for('train --resume', run)}",
-        ) from None
+        go_on = _command_for("train --resume", run)
+        raise Interrupted(*e.args, f"{interruption(run)}; continue with: {go_on}") from None
     finally:
         if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists():
             discard(run)

@@ -703,7 +703,7 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
     if has_ended:
         raise DataError(
             f"{shown(folder)} is complete",
-            expected=f"--steps above {counters['steps']} to train it further",
+            expected=f"--steps above {counters['steps']} (steps=...) to train it further",
         )
 
     # Check the number of ranks, and options that depend on the number of steps.

@@ -53,7 +53,9 @@ def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise DataError(f"{out} exists already", expected="another folder, or --overwrite")
+        raise DataError(
+            f"{out} exists already", expected="another folder, or --overwrite (overwrite=True)"
+        )
 
     # Only the folder of a run is replaced, and only if it has no other files.
     others = ["no folder"]

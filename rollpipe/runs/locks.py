@@ -297,7 +297,9 @@ def check_free(folder: Path, overwrite: bool) -> None:
     if files_of_run(folder):
         if not overwrite:
             raise DataError(
-                f"{folder} has a run already", expected="another folder, --overwrite, or --resume"
+                f"{folder} has a run already",
+                expected="another folder, --overwrite (overwrite=True), or "
+                "--resume (resume(folder))",
             )
     elif others := _paths_of_names(folder):
         raise DataError(

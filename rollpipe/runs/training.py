@@ -5,6 +5,7 @@
 # %% ../../nbs/runs/12_training.ipynb #0117ae94
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import rollpipe.ranks as ranks
+from ..agents.checkpoint import load_checkpoint
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeInfos, EpisodeReturns, added
 from ..agents.shared_options import seconds_of
 from ..pipes.data.errors import DataError, WorkerError
@@ -28,7 +30,7 @@ from .changes import attended, made_again, take_over
 from .evaluations import evaluations_of, films_of
 from .folder import Run, command_line
 from .locks import COSTS, begin_training, unlock
-from .logs import MetricFiles, Progress, records_of
+from .logs import MetricFiles, Progress, is_complete, records_of
 from .mailbox import Mailbox
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .states import check_taken, journal_of
@@ -38,8 +40,10 @@ from ..settings.options import shown
 from ..traces.journal import Journal
 from ..traces.observers import FlightRecorder, Observer, Observers, Wish, observer_of
 
+_log = logging.getLogger("rollpipe")
+
 # %% auto #0
-__all__ = ['reading', 'Costs', 'Meters', 'save_in_turn', 'StopAfter', 'Updates', 'observed', 'train']
+__all__ = ['reading', 'Costs', 'Meters', 'save_in_turn', 'StopAfter', 'Updates', 'observed', 'interruption', 'train']
 
 # %% ../../nbs/runs/12_training.ipynb #c1e054ea
 @contextmanager
@@ -482,6 +486,14 @@ def _train_to_edit(
     return updates.record, after
 
 
+def interruption(run: Run) -> str:
+    "What a message says about a run that was interrupted: how many steps it made and has saved."
+    steps = run.counters["steps"]
+    saved_steps = load_checkpoint(run.checkpoint).counters["steps"]
+    after = "" if saved_steps == steps else f" after {saved_steps}"
+    return f"interrupted after {steps} steps and saved{after}"
+
+
 @signals_wait_for_saving()
 def train(
     run: Run,
@@ -501,7 +513,8 @@ def train(
 
     If training is interrupted, also by SIGTERM or SIGHUP, or if the environment fails, a checkpoint
     of the last update is saved first. An `exact` run that is stopped within a batch keeps its last
-    checkpoint instead, and so do several ranks if one of them fails.
+    checkpoint instead, and so do several ranks if one of them fails. After Ctrl-C, a warning of the
+    logger `rollpipe` tells how to go on.
 
     Args:
         run: a run from `start` or `resume`, which is trained once; its counters are updated
@@ -521,10 +534,12 @@ def train(
             is returned instead
     """
     if run.stream and run.stream.has_ended:
-        raise DataError(
-            f"{run.folder}: this training has ended",
-            expected="train(resume(folder)), which goes on from the checkpoint",
-        )
+        go_on = "train(resume(folder)), which goes on from the checkpoint"
+        if is_complete(run.folder, run):
+            go_on = (
+                f"train(resume(folder, steps=...)), with more than {run.counters['steps']} steps"
+            )
+        raise DataError(f"{run.folder}: this training has ended", expected=go_on)
     if not isinstance(callbacks, Sequence):
         raise DataError("callbacks", expected="a list: callbacks=[...]", got=repr(callbacks)[:80])
 
@@ -555,6 +570,12 @@ def train(
             raise
         # In another thread, nobody could catch the exception.
         return (records_of(run.folder) or [record])[-1]
+    except KeyboardInterrupt:
+        # This is Ctrl-C in Python. On the command line, Ctrl-C raises `Stopped`.
+        if not ranks.rank():
+            folder = str(shown(run.folder))
+            _log.warning(f"{interruption(run)}; continue with: train(resume({folder!r}))")
+        raise
     finally:
         if run.stream:
             run.stream.end()

@@ -319,7 +319,7 @@ class RunOptions(Options):
             last one
         eval_every: how often the present policy is evaluated: a number of updates, such as 10 (in a
             separate process), or of steps, such as '20_000 steps' (the training waits, and
-            evaluations.jsonl gets the results); 0: never
+            evaluations.jsonl gets the results; `report` reads only these); 0: never
         eval_episodes: number of episodes of each of these evaluations
         max_episode_steps: number of steps after which an episode is truncated, in training and
             evaluation [the limit of the environment; if it has none, evaluations and films cut an

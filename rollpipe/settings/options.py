@@ -269,7 +269,8 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
     """The options that a user may mean by an unknown name.
 
     If other libraries use this name, these are our names of the same options. Otherwise they are
-    the options with the most similar names.
+    the options whose names begin as this one, such as `lr` for `lrate`. If there are none, they are
+    those with the most similar names.
 
     Args:
         name: the unknown name
@@ -278,7 +279,13 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
     """
     known = list(known)
     ours = [x for x, theirs in _ELSEWHERE.items() if x in known and name in theirs.split()]
-    return ours or similar(name, known, n)
+    if ours:
+        return ours
+
+    # Options of which one name is the beginning of the other. A single letter says nothing.
+    akin = [x for x in known if x.startswith(name) or name.startswith(x)]
+    akin = [x for x in akin if min(len(x), len(name)) > 1]
+    return similar(name, akin, n, cutoff=0.0) or similar(name, known, n)
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:

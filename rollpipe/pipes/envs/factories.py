@@ -99,7 +99,7 @@ def _unknown_id(env_id: str, error: Exception) -> EnvError:
 
     # Known ids with similar names, and how to register an own environment
     prefix = f"{module}:" if module else ""
-    near = [prefix + known for known in similar(name, gym.registry, cutoff=0.5)]
+    near = [prefix + known for known in similar(name, gym.registry, cutoff=0.7)]
     hint = (
         f"one of the nearest known ids: {', '.join(near)}"
         if near
