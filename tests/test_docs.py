@@ -226,11 +226,10 @@ def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(
     names = {"__name__": "__main__"}
     printed = None
     for language, text in snippets(path):
-        if language == "python":
-            file = re.match(r"# (\w+\.py)\n", text)
-            if file:
-                Path(file[1]).write_text(text, encoding="utf-8")
-                continue
+        file = re.match(r"# (\w+\.(?:py|toml))\n", text)
+        if file:
+            Path(file[1]).write_text(text, encoding="utf-8")
+        elif language == "python":
             if "onnx" in text:
                 pytest.importorskip("onnxruntime")
             if "minari" in text:
