@@ -242,6 +242,6 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
             expected="a call in a block `with distributed(agent)`",
         )
     pipe = copy_graph(pipe)
-    n_ranks, _ = span(1)
+    n_ranks, _ = span(1)  # with one column for each rank, the joined batch has `n_ranks` columns
     divide(pipe, rank(), n_ranks)
     return pipe

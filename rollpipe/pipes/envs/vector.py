@@ -430,6 +430,7 @@ class VectorBatch(Batch):
             )
             kind = VectorInfos if self.agents is None else SingleInfos
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
+            # `VectorInfos.record` reads these names. For agents, only the checks below need them.
             self._infos.of_ends = [*_infos_of_ends(vec)]
 
             # `LostEnds` watches the vectors of other libraries. `check_last_steps` has tested those
