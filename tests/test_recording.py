@@ -552,7 +552,12 @@ def test_an_item_that_cannot_be_stored_is_named(tmp_path):
 
 
 def test_wrong_options_are_named(tmp_path):
-    for options in (dict(limit="much"), dict(chunk=0), dict(on_error="x")):
+    for options in (
+        dict(limit="much"),
+        dict(chunk=0),
+        dict(chunk=None),
+        dict(on_error="x"),
+    ):
         with pytest.raises(DataError, match=next(iter(options))):
             Recorder(IterList([]), tmp_path, **options)
     list(Recorder(IterList([1]), tmp_path / "r"))

@@ -336,11 +336,32 @@ def test_divisions_add_up():
             copied = pickle.loads(pickle.dumps(copy_graph(lanes)))
             assert copied.own_lanes() == lanes.own_lanes() and collect(12).own_lanes() == range(12)
     assert found == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+    with_none = collect(12)
+    with_none.apply_sharding(3, 1)
+    with_none.apply_sharding(2, 1, SHARDING_PRIORITIES.DISTRIBUTED)
+    assert list(with_none.own_lanes()) == [7, 10], "machines first, whatever the priorities are"
     pipe = ProcessReading(2).initialize(lanes)
     with pytest.raises(
         GraphError, match="WorkerLanes: the lanes are divided among processes already"
     ):
         next(iter(pipe))
+
+
+def test_torchs_loader_does_not_divide_the_lanes_of_a_machine_again():
+    "With a process group, it would divide them among the same ranks, and lanes would be lost."
+    divided = collect(4)
+    divided.divide(2, 1)
+    assert {int(f.lane[0]) for f in islice(torch_loader(divided, 0), 4)} == {2, 3}
+    with pytest.raises(GraphError, match="divided among machines already"):
+        divided.apply_sharding(2, 1, SHARDING_PRIORITIES.DEFAULT)
+    assert list(divided.own_lanes()) == [2, 3]
+    with pytest.raises(GraphError, match="divided among machines already"):
+        next(iter(torch_loader(divided, 2)))
+    gc.collect()  # torch's loader ends its workers when it is collected
+    by_torch = collect(4)
+    by_torch.apply_sharding(4, 1, SHARDING_PRIORITIES.DEFAULT)
+    with pytest.raises(GraphError, match="divided among machines already"):
+        by_torch.divide(2, 1)
 
 
 @pytest.mark.slow_but_one

@@ -452,14 +452,16 @@ def evaluate(
             FilmRecorder(factory, None if i else record, record_episodes, close)
             for i, factory in enumerate(sources)
         ]
-        filming = sources[0]
+        filming = sources[0]  # a `FilmRecorder` is also a context, whose end completes the film
     elif render:
         window = Window(sources[0], close)
         sources = [window, *sources[1:]]
 
     # A source that occurs more than once in the list gets one cutter, because `EnvStepper` accepts
     # a vector only if all its places in the list hold the same object.
-    limited: list[_CutOff] = []  # the environments whose episodes are cut off
+    # The environments whose episodes are cut off, in their order: each call of a `_Cutter` adds
+    # one, and the stepper makes environment 0 first. For a vector, the list stays empty.
+    limited: list[_CutOff] = []
     if on_limit != "raise":
         must_cut = on_limit == "cut"
         cutters = {

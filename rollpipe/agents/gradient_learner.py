@@ -362,7 +362,7 @@ def descend(
     for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
         p.grad = g
 
-    # The mean over the rows of all ranks
+    # The mean over the rows of all ranks. The gradients of `params` become those of this mean.
     loss, metrics = ranks.mean_of_all(loss.detach(), n, metrics, params)
     for p in params:
         p.grad = _laid_out(p.grad, p)

@@ -70,6 +70,7 @@ class Features(Torso):
         encoder: dict | Callable | None = None,
     ):
         super().__init__()
+        # `make_torso` also sets the encoder and `obs_norm`, which `features` uses.
         self.net = self.make_torso(
             observation_space, n_out=n_out, hidden=hidden, activation="relu", encoder=encoder
         )

@@ -264,8 +264,10 @@ class LearnerState(Changing):
         Returns:
             dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
         """
-        # `params` only lists weights of other attributes, so it is left out. It is not in `known`,
-        # because `adopt` adds the weights of own parts to it.
+        # `GradientLearner` has a list `params` of all weights that it trains. The list itself is no
+        # part, because its weights belong to other attributes. It must not be in `known` either:
+        # `GradientLearner.adopt` adds the weights of own parts to it, and the weights in a known
+        # attribute are no own parts (see below).
         known = {"actor", "critic", "average", *self.keeps}
         others = {
             name: x for name, x in vars(self).items() if name not in known and name != "params"
@@ -501,22 +503,34 @@ class ScheduledLearner(LearnerState):
         """
         super().load_state_dict(state)
         for group, name in self.rates():
-            if not name:
-                continue
+            if name:
+                self._take_rate(group, name)
 
-            # A rate with a schedule of its own is set before the next update. A rate that falls by
-            # `decay_steps` is computed from `initial_lr`. All others are constant.
-            has_schedule = name in self.schedules
-            decays = bool(self.decay_steps) and self.decay_of_rate(group) is not None
-            if not has_schedule and not decays:
-                group.pop("initial_lr", None)
+    def _take_rate(self, group, name):
+        """Replace the learning rate in a state that was loaded by the option `name`.
 
-            # The option replaces the rate in the state. A group has no `initial_lr` if its rate is
-            # constant, or if no update has set it yet. Then `lr` is the rate of the next update.
-            if "initial_lr" not in group:
-                group["lr"] = getattr(self, name)
-            elif not has_schedule:
-                group["initial_lr"] = getattr(self, name)
+        `set_rates` computes `lr` before each update if the rate has a schedule or falls by
+        `decay_steps`. In its first update it sets `initial_lr` to the `lr` that it finds.
+        """
+        rate = getattr(self, name)
+        was_set = "initial_lr" in group
+
+        # A schedule of its own: it does not depend on the rates in the group. So they only get the
+        # option if `set_rates` has not seen this group yet.
+        if name in self.schedules:
+            if not was_set:
+                group["lr"] = rate
+            return
+
+        # A rate that falls by `decay_steps`: it falls from `initial_lr`, or from `lr` if no update
+        # has set `initial_lr` yet.
+        if self.decay_steps and self.decay_of_rate(group) is not None:
+            group["initial_lr" if was_set else "lr"] = rate
+            return
+
+        # A constant rate
+        group.pop("initial_lr", None)
+        group["lr"] = rate
 
 # %% ../../nbs/agents/07_learner.ipynb #91cfde47
 class Learner(ScheduledLearner):
@@ -539,6 +553,9 @@ class Learner(ScheduledLearner):
 
     def _check_that_values_are_fitted(self):
         "Raise `DataError` if this learner fits no values, although its actor reports values."
+        # A learner that needs 'ret' without a critic needs it for its loss, which fits the actor's
+        # values to these targets (see `ActorCriticLearner`). A learner that needs no 'adv' computes
+        # the targets itself (see `VTrace`), or has no values of states.
         needs_only_adv = "adv" in self.batch_needs and "ret" not in self.batch_needs
         if self.critic is None and needs_only_adv:
             raise DataError(

@@ -169,6 +169,8 @@ class EvaluationProcess:
         self.worker = worker
         self.silence = silence
         self.on_silence = on_silence
+        # The shared memory is released with this object. At the end of this process nothing is
+        # called, because the system then releases the memory anyway.
         weakref.finalize(self, publisher.close).atexit = False
         self.answers = []
         self.error = None

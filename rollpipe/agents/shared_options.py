@@ -97,7 +97,15 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
 
 # %% ../../nbs/agents/06_shared_options.ipynb #07d8119d
 # When an option may get another value in a run that continues. An option that does not declare it
-# never changes. "at the start" means that the option only sets a value with which learning begins.
+# never changes.
+#
+#   "at the start"       never, because it only sets a value with which learning begins
+#   "with new episodes"  when a run continues from a checkpoint with new episodes
+#   "between updates"    when a run continues from a checkpoint, or is edited while it trains
+#   "by schedule"        so, too; and before each update by a schedule, or by `Changing.set_option`
+#
+# All of them but the last one need a new learner and a new pipeline, which `runs.changes` makes
+# from the changed configuration. Only "by schedule" changes an existing learner.
 Change = Literal["never", "at the start", "with new episodes", "between updates", "by schedule"]
 
 
@@ -440,9 +448,11 @@ class Changing(Options):
                 self._check_constant(name)
 
     def set_option(self, name: str, value: Any) -> None:
-        """Change an option between two updates.
+        """Give an option that is declared 'by schedule' another value, or a schedule, between two
+        updates of this learner.
 
-        Raises `DataError` for one that cannot change, or for a value that it cannot have.
+        Raises `DataError` for any other option, also for one that is declared 'between updates',
+        which only a new learner gets (see `Change`), or for a value that it cannot have.
 
         Args:
             name: name of an option

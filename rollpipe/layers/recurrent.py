@@ -519,7 +519,10 @@ class MemoryCritic(Critic):
     """
 
     def __init__(self, observation_space: gym.Space, memory: int = 64, **torso: Any):
+        # `torso` has all options of a torso, also those that the caller leaves out: the decorator
+        # `takes` adds their defaults.
         super().__init__(observation_space, **torso)
+
         # The network of a `Critic` is replaced by one that also has the memory as inputs.
         n_in = self.net.n_in + memory
         network = network_for(torso["network"])

@@ -44,14 +44,18 @@ from .keeping.plain import capture, restore_object
 from .keeping.random_states import GlobalRandomStates
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
-_MACHINES = 2  # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
+# Values of `SHARDING_PRIORITIES`. torchdata divides among `_MACHINES` (DISTRIBUTED), and then among
+# workers (MULTIPROCESSING). torch's `DataLoader` has one division (DEFAULT) for all its processes:
+# those of all ranks, if the process group has begun.
+_ALL_PROCESSES = 1
+_MACHINES = 2
 
 
 class Divided:
     "Mixin of `Lanes`: the loaders of torch and torchdata divide the lanes among their processes."
 
     # `(priority, number of processes, number of this process)`: first the division among machines,
-    # then the one among workers
+    # then those among workers, which have all other priorities
     divisions: tuple = ()
     # attributes of `Lanes`
     pipe: Any
@@ -73,6 +77,9 @@ class Divided:
             instance_id: number of this process
             sharding_group: a `SHARDING_PRIORITIES` of torch; None: a division among workers, which
                 divide the lanes of their machine
+
+        Raises:
+            GraphError: see `divide`
         """
         self.divide(num_of_instances, instance_id, getattr(sharding_group, "value", 0))
 
@@ -88,11 +95,30 @@ class Divided:
             n: number of machines or workers
             k: number of this one, from 0
             priority: the value of a `SHARDING_PRIORITIES` of torch: `_MACHINES`, or another one for
-                workers
+                workers; 0: workers, too
+
+        Raises:
+            GraphError: torch's `DataLoader` divides lanes that are divided among machines, and may
+                divide them among the same machines again
         """
         # A second division with the same priority replaces the first.
-        others = [division for division in self.divisions if division[0] != priority]
-        self.divisions = tuple(sorted([*others, (priority, n, k)]))
+        division_of = {division[0]: division for division in self.divisions}
+        division_of[priority] = (priority, n, k)
+
+        # Lanes that are divided twice among the same machines would be lost without a word. torch's
+        # own pipes refuse this mixture, too.
+        divided_by = {p for p, n_processes, _ in division_of.values() if n_processes > 1}
+        if divided_by >= {_ALL_PROCESSES, _MACHINES}:
+            raise GraphError(
+                "the lanes are divided among machines already, and torch's `DataLoader` would "
+                "divide them among all processes again",
+                pipe=self,
+                expected="`DataLoader2` with `ProcessReading`, or `Lanes` that are not divided",
+            )
+
+        # The division among machines comes first, whatever its priority.
+        in_order = sorted(division_of.values(), key=lambda x: (x[0] != _MACHINES, x))
+        self.divisions = tuple(in_order)
         for pipe in nodes(self.pipe):
             # Loaders must divide the lanes alone, not the items of pipes above.
             pipe.apply_sharding = None
@@ -123,8 +149,9 @@ class Divided:
         """Warn if lanes with networks run in a worker of a loader of torch or torchdata, because
         the worker gets no new weights. Only the first worker warns.
         """
-        # The workers of these loaders are daemons, and the division among workers is the last.
-        if not self.divisions or not multiprocessing.current_process().daemon:
+        # The workers of these loaders are daemons. The division among workers is the last, if there
+        # is one.
+        if self.is_whole() or not multiprocessing.current_process().daemon:
             return
         _, _, worker = self.divisions[-1]
         is_first_worker = worker == 0

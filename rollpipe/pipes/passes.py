@@ -306,7 +306,11 @@ def _cost(step_seconds):
 
 
 def _advice(n_envs, n_lanes):
-    "What to do about environments of which a process should have only one."
+    """What to do about environments of which a process should have only one.
+
+    The text continues `Keeper.alone`, such as 'several in a process disturb one another (...)'.
+    """
+    # The environments of a batch are in one process, so they `do` disturb one another.
     if (n_envs or 1) > 1:
         return f", so its {n_envs} environments do: n_envs=1 is right"
     return ", so each lane needs a worker of its own" if n_lanes > 1 else ""
@@ -347,6 +351,9 @@ def _tested(
         return first_reset(env, seed) if is_vector(env) else dict(seed=reset_seed)
 
     tested[key] = keeper = keeper_for(make, first, info_keys=info_keys)
+
+    # Called only because `why_alone` remembers the result: evaluations in this process ask it about
+    # the same id, and need no test of their own then.
     if isinstance(factory, EnvFactory):
         why_alone(factory, keeper)
     return keeper

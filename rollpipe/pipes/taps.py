@@ -296,22 +296,10 @@ class EpisodeAccount:
         rew, fin, valid, term = (x.cpu().numpy() for x in steps)
         for strand in strands(fragment):
             lane, seq, columns = strand
-            n = columns.stop - columns.start
-            sums, expected = self.lanes.get(lane, (None, None))
-            has_other_width = sums is None or len(sums.ret) != n
-
-            # A minibatch is a part of the fragment that came last, so its `seq` comes again.
-            # `continues` would raise an error for that, so it is not called for minibatches.
-            may_be_part = sums is not None and seq == (expected or 0) - 1
-            is_part = may_be_part and (len(fin) == 1 or has_other_width)
-            is_next = seq is None or expected is None
-            if not is_next and not is_part:
-                is_next = continues(fragment, strand, expected)
-
-            # The sums continue only if this is the next fragment of the lane, with the same number
-            # of environments. A minibatch is never the next fragment.
-            if has_other_width or not is_next:
-                sums = EpisodeSums(n)
+            if self._sums_continue(fragment, strand):
+                sums, _ = self.lanes[lane]
+            else:
+                sums = EpisodeSums(columns.stop - columns.start)
             self.lanes[lane] = sums, None if seq is None else seq + 1
 
             sums.continue_at(stepno[columns])
@@ -320,6 +308,40 @@ class EpisodeAccount:
                 terminated = bool(term[t, columns][b])
                 episodes.append(EpisodeEnd(lane, b, ret, length, terminated))
         return episodes
+
+    def _sums_continue(self, fragment, strand):
+        """Do the sums of a lane continue with this strand, or do new ones begin?
+
+        They continue with the next fragment of the lane, if it has the same number of environments:
+
+            the first strand of its lane                         new sums
+            it has no number, or the expected one is unknown     continue
+            a minibatch                                          new sums
+            the expected number                                  continue
+            a higher number, or the lane has restarted           new sums
+            a lower number                                       the error of `continues`
+
+        With another number of environments, sums that would continue are new ones.
+
+        A minibatch is a part of the fragment that came last. So the number of that fragment comes
+        again, with a single row or with another number of environments.
+        """
+        lane, seq, columns = strand
+        if lane not in self.lanes:
+            return False
+        sums, expected = self.lanes[lane]
+        has_same_width = len(sums.ret) == columns.stop - columns.start
+        if seq is None or expected is None:
+            return has_same_width
+
+        # `continues` would raise an error for a minibatch, so it is not called for one.
+        comes_again = seq == expected - 1
+        is_minibatch = comes_again and (fragment.n_steps == 1 or not has_same_width)
+        if is_minibatch:
+            return False
+
+        # It is called for each other fragment, also of another width, because of its error.
+        return continues(fragment, strand, expected) and has_same_width
 
 # %% ../../nbs/pipes/19_taps.ipynb #2ecdb760
 class EpisodeStats(Pipe):

@@ -221,8 +221,8 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
 def divided(pipe: IterDataPipe) -> IterDataPipe:
     """Return this rank's part of a pipeline, in a block `with distributed(agent)`.
 
-    The part is a copy of the pipeline with the same networks, for a loop or a loader. In a single
-    process, the pipeline itself is returned.
+    The part is a copy of the pipeline with the same networks, for a loop or a `DataLoader2`. In a
+    single process, the pipeline itself is returned.
 
     Args:
         pipe: the pipeline of all lanes, which is not changed
@@ -242,6 +242,6 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
             expected="a call in a block `with distributed(agent)`",
         )
     pipe = copy_graph(pipe)
-    n_ranks, _ = span(1)
+    n_ranks, _ = span(1)  # with one column for each rank, the joined batch has `n_ranks` columns
     divide(pipe, rank(), n_ranks)
     return pipe

@@ -70,6 +70,9 @@ class Films(Observer):
         kind = "mp4" if importlib.util.find_spec("imageio_ffmpeg") else "gif"
         config = self.run.config
         self.folder.mkdir(exist_ok=True)
+
+        # The version of the policy stands in the name of a film. It is the number of updates,
+        # because a learner raises it in each update (`bump_version`).
         self._evaluation = ParallelEvaluation(
             actor=policy_of(self.run.agent),
             n_episodes=1,

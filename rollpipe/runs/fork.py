@@ -130,6 +130,9 @@ def _copy_past(folder: Path, home: Path, forked: Checkpoint) -> None:
     cut(home / JOURNAL, at)
     fingerprints = {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}
     write_json(home / FINGERPRINTS, fingerprints, indent=1)
+
+    # A new `MetricWriter` removes the records after update `at`, and writes `metrics.csv` again. It
+    # is made only for this.
     MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
 
     # Evaluations, without those of the last policy and of the best one at the end of the run,

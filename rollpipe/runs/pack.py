@@ -246,6 +246,7 @@ class Contents:
             return
         n = len(self.episodes)
         n_terminated = int(self.episodes[:, 2].sum())
+        # `EpisodeAccount.lanes` has a pair for each lane, which begins with its `EpisodeSums`.
         lengths = np.concatenate([sums.length for sums, _ in self.account.lanes.values()])
         text = f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated"
         n_unfinished = (lengths > 0).sum()

@@ -169,7 +169,7 @@ class Updates:
         self.episodes = EpisodeReturns(run.counters["episodes"])
         self.infos = EpisodeInfos(infos_named(run.config.get("info")))
         self.journal = Journal(None, run.counters, {})
-        self.make: Callable = run.agent.update
+        self.make: Callable = run.agent.update  # a training replaces it, see `Observers.around`
         self.health: Callable = dict  # () -> metrics about the workers
 
         # Whether the rows of batches are episodes. Rows that are sampled from recorded data are
@@ -180,6 +180,8 @@ class Updates:
         self.is_whole = False  # whether the last update is complete, and not saved yet
         self.record = {}  # the record of the last update
         self.signals = []  # signals that have arrived, on which the ranks have not agreed yet
+        # `start_clock` sets two times [s] before the first update: `begun`, when the present update
+        # began, and `waiting`, since when the learner waits for a batch.
 
     @property
     def accounts(self) -> list:

@@ -163,6 +163,8 @@ def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
             needs are added in place
         options: options of the algorithm, see `options_for`
     """
+    # `config.build` puts `recurrence` and `sharing` into `kwargs` for each algorithm. Their
+    # arguments are empty for an algorithm that lacks these options, which gives the defaults.
     parts = algorithm.parts
     memory = recurrence(**kwargs["recurrence"])
     if sharing(**kwargs["sharing"]):

@@ -81,6 +81,8 @@ def _check_stream(report, rule, make, n, expected):
         n: number of items
         expected: copies of the expected items
     """
+    # After an error in the block, `demand` ends the whole section (`Report.section`), so `items`
+    # exists below. The other checks rely on this, too.
     with report.demand(rule):
         items = _first(make(), n)
     n_items = len(items)

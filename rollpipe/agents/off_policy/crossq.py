@@ -283,6 +283,8 @@ class CrossQ(SoftLearner):
             self.multi_step,
             entropy_bonus,
         )
+
+        # The loss calls its critic. The values are known already, so this function returns them.
         return action_value_loss(fragment, lambda *_: q, target, weight)
 
     def improve_policy(self, fragment: Fragment) -> dict:

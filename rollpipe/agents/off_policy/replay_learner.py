@@ -170,7 +170,7 @@ class ReplayLearner(Discounted, Learner):
         n_fresh = self.count(fresh)
         n_stored_here = 0 if memory is None else len(memory)
         sizes = torch.tensor([n_stored_here, int(n_drawn_here)])
-        n_stored, n_drawn = map(int, ranks.totals(sizes)[0])
+        n_stored, n_drawn = map(int, ranks.total(sizes))
         if memory is not None:
             replay_ratio = n_drawn / max(n_fresh, 1)
             records.append(dict(replay_size=n_stored, replay_ratio=replay_ratio))

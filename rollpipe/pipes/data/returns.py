@@ -38,14 +38,24 @@ def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
     return torch.from_numpy(x if can_be_shared else np.array(x))
 
 
-def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int, ...]]:
+def _padded(x: Tensor, shape: torch.Size, may_lack_first: bool = False) -> list[tuple[int, ...]]:
     """The ways to align `x` with `shape`: shapes of `x`, filled up with ones, that expand to it.
 
-    The ones stand after the dimensions of `x`. With `right`, they may also stand before them.
+    `x` may lack the last dimensions of `shape`, and with `may_lack_first` also the first ones. For
+    the shape `[5, 3]`:
+
+        shape of x      ways        with `may_lack_first`
+        [5]             [5, 1]      [5, 1]
+        [3]             none        [1, 3]
+        [1]             [1, 1]      [1, 1]
+        [5, 3]          [5, 3]      [5, 3]
+
+    For the shape `[3, 3]`, an `x` of shape `[3]` has the two ways `[3, 1]` and `[1, 3]` with
+    `may_lack_first`.
     """
     ones = (1,) * (len(shape) - x.dim())
     candidates = [(*x.shape, *ones)]
-    if right and (*ones, *x.shape) not in candidates:
+    if may_lack_first and (*ones, *x.shape) not in candidates:
         candidates.append((*ones, *x.shape))
 
     def expands(candidate):
@@ -119,11 +129,19 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
             got=_describe(arg),
         )
 
-    # Only a discount may lack its first dimensions. Every argument may lack its last ones.
+    # Every argument may lack its last dimensions, and a discount also its first ones. With
+    # `like` [T, B], these arguments fit:
+    #
+    #     argument     [T]  [B]  []  [T, 1]  [1, B]  [1]
+    #     a discount   yes  yes  yes  yes    yes     yes
+    #     another one  yes  no   yes  yes    no      no
+    #
+    # So the rows of another argument than a discount are never repeated, unless it has no
+    # dimensions at all.
     ways = []
-    may_be_padded = is_rate or x.shape[:1] in ((), like.shape[:1])
-    if x.dtype == like.dtype and may_be_padded:
-        ways = _padded(x, like.shape, right=is_rate)
+    has_own_rows = x.shape[:1] == like.shape[:1]
+    if x.dtype == like.dtype and (is_rate or has_own_rows or not x.dim()):
+        ways = _padded(x, like.shape, may_lack_first=is_rate)
     if len(ways) == 1:
         return x.reshape(ways[0]).expand(like.shape)
     if ways:

@@ -60,7 +60,8 @@ def without_time(model: Any) -> Any:
             del _dims(x)[0]
 
     # ONNX infers the shapes of both graphs. Those of the new one must be the old ones without the
-    # time dimension.
+    # time dimension. This comparison also finds what `_shorten_outputs` cannot see: an operator
+    # that takes a size or a shape from its inputs, and for which the time dimension mattered.
     try:
         shapes_before = _inferred_shapes(model)
         shapes_after = _inferred_shapes(new)
@@ -86,7 +87,10 @@ def _shorten_outputs(node, shortened):
     if not any(x in shortened for x in node.input):
         return True
 
-    # Each branch is for a kind of operator that does not use the time dimension.
+    # Each branch is for a kind of operator. `_ALONG_AXIS` with another axis, `MatMul`, which uses
+    # the last two dimensions, and those in `_ELEMENTWISE` do not use the time dimension at all.
+    # `Expand` and `Shape` do use shapes: a graph with them may become wrong here. `without_time`
+    # finds this out afterwards, by comparing the shapes of all values, and keeps the old graph.
     axis = next((x for x in node.attribute if x.name == "axis"), None)
     has_other_axis = axis is not None and axis.i != 0
     if node.op_type in _ALONG_AXIS and node.input[0] in shortened and has_other_axis:
@@ -242,12 +246,22 @@ class Reads:
     """Collects the values that code may read besides its arguments.
 
     Each list has pairs that begin with a text, which names the value in messages. `get()` returns
-    the present value.
+    the present value. A value can be replaced by another object, or be changed in place, and
+    `Constants` looks for both:
+
+        what is read            replaced: seen in   changed in place: seen in
+        attributes of a part    `tables`            `within`
+        attributes of a class   `tables`            `within`
+        globals and closures    `values`            `values`, whose content is compared, too
+
+    `tables` has one dict for all attributes of a part, also those of torch and of rollpipe.
+    `within` has one entry for each attribute, but leaves out those that only torch or rollpipe
+    themselves change.
     """
 
-    tables: list  # (text, dict): the attributes of a part or a class, to see which were replaced
-    values: list  # (text, get): globals and closures
-    within: list  # (text, get): attributes whose values may be changed in place
+    tables: list  # (text, dict of the attributes)
+    values: list  # (text, get)
+    within: list  # (text, get)
 
     def __init__(self):
         self.tables = []

@@ -134,12 +134,13 @@ class Rows:
         **where: context for error messages: pipe, lane
     """
 
-    # The fields that an actor reads. Environments write them at each step. An engine may set fewer
-    # fields if its actor does not read all. `settle` then writes the others, for many steps at
-    # once.
+    # The fields that an actor reads, so that `Batch.step_into` must write them at each step. Here
+    # these are all fields. `OnnxEngine` sets fewer if its graph does not read all: then
+    # `EnvBatch.step_into` leaves out `rew` and `stepno`, and `EnvBatch.settle` writes them later,
+    # for many steps at once. Other batches may write all fields at each step.
     reads = State._fields
-    # Maximum number of `Row` objects that an engine makes at once. It divides longer memory by
-    # `part`.
+    # `rows` makes a `Row` for each row, which takes long if there are many. So the engine of torch
+    # (`reactions`) uses no `Rows` with more rows than these, but a `part` for some steps at a time.
     MANY = 1024
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):
@@ -494,10 +495,13 @@ class Batch:
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
         """Step every environment with its action, and write the results into row `t + 1`.
 
-        Before the call, `fin` and `term` of row `t + 1` are False.
+        Before the call, `fin` and `term` of row `t + 1` are False. The fields `rew` and `stepno`
+        may be left to `settle`, unless they are in `rows.reads`.
 
         Args:
-            rows: row `t` has the step numbers before this step
+            rows: row `t` has the step numbers before this step. Read it as `rows.rows[t]` and not
+                in `rows.state`, because the caller may have put a `Row` of other memory there (as
+                `step` and `Interaction.ticks` do)
             t: the step
             array: the actions, numpy `[B, ...]`, nested
 
@@ -507,8 +511,10 @@ class Batch:
         raise NotImplementedError
 
     def settle(self, rows: Rows, begin: int) -> None:
-        """Check the steps since `settle` was called last, from row `begin` on.
+        """Complete and check the steps since `settle` was called last, from row `begin` on.
 
+        It writes what `step_into` has left out, and checks what `step_into` has not checked. A
+        batch whose `step_into` does all of this, such as `VectorBatch`, has nothing to do here.
         Raises the error of the first step that fails.
         """
 
@@ -566,7 +572,8 @@ class Batch:
         rows, t = self._at
 
         # If the rows are full, allocate new ones. Their row 0 must be the present row. It is not
-        # copied: the new list gets the former `Row` object, which views the former memory.
+        # copied: the new list gets the former `Row` object, which views the former memory. So row
+        # 0 in `rows.state` stays empty, and `step_into` reads row `t` through `rows.rows` only.
         if t + 1 == len(rows):
             present = rows.rows[t]
             rows = self.rows()

@@ -228,7 +228,8 @@ class InfoRecorder:
         new = {key: text for key, text in texts.items() if (self.stream, key) not in self.logged}
         self.logged.update((self.stream, key) for key in texts)
         if new:
-            # Each of several workers may send this to their parent, which logs it once.
+            # Each of several workers may send this to their parent, which logs it once: `ToParent`
+            # of the workers reads `once`.
             once = str((self.stream, *new))
             self.log.warning(
                 message,

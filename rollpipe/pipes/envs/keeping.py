@@ -126,29 +126,43 @@ class KeptEnv:
             bits, _ = self.do("reset", arguments)
             done.append(("reset", arguments, bits))
 
-        # `n_left`: number of steps after this one. While it is above `more`, the episode has not
-        # ended.
-        for n_left in range(n + more - 1, -1, -1):
-            ended = step()
-            late = time.monotonic() > deadline
+        def step_and_reset(must_end):
+            """Take a step, and reset where it ended an episode.
 
-            # The test needs an end of an episode. If the episode of a single environment does not
-            # end by itself, a reset ends it: after `n` steps, or when the time is over.
-            forced = self.single and (n_left == more or late)
-            if self.single and (ended or forced):
+            The test needs an end of an episode. So a single environment is also reset if the
+            episode `must_end` now, or if the time is over.
+
+            Returns where an episode ended by itself, and whether the time is over.
+            """
+            ended = step()
+            is_late = time.monotonic() > deadline
+            if self.single and (ended or must_end or is_late):
                 reset()
             elif self.vector and autoreset_mode(self.env) == "Disabled" and np.any(ended):
                 reset(options=dict(reset_mask=np.array(ended)))
+            return ended, is_late
 
-            # The episode has ended in fewer than `n` steps: take only the `more` steps.
-            if n_left > more and bool(np.any(np.asarray(ended))):
-                return done + self.play(draw, 0, more, deadline)
+        def finished_early():
+            "All steps, when the time is over."
+            # A single environment was just reset. One more step shows the beginning of an episode.
+            if self.single:
+                step()
+            return done
 
-            # Out of time. After a forced reset, one more step shows the beginning of an episode.
-            if late:
-                if forced:
-                    step()
+        # Up to `n` steps, until an episode ends
+        for k in range(n):
+            is_last = k == n - 1
+            ended, is_late = step_and_reset(must_end=is_last)
+            if not is_last and bool(np.any(np.asarray(ended))):
                 break
+            if is_late:
+                return finished_early()
+
+        # The `more` steps. If the time is over already, only one of them is taken.
+        for _ in range(more):
+            _, is_late = step_and_reset(must_end=False)
+            if is_late:
+                return finished_early()
         return done
 
     def repeat(self, done: list, between: Callable | None = None) -> None:
@@ -303,6 +317,10 @@ def _check(one, state, parts):
     for i in range(_KEPT, len(parts)):
         if i == _KEPT or not repeats_actions:
             one.kept.restore(state)
+
+            # The way 'replay (episode)' is to repeat the present episode alone. If `restore` has
+            # repeated all actions, its checksum does not see everything in the environment. This
+            # way is then no better than 'replay (all)', which is the next one in the test.
             if repeats_actions and one.kept.episode and one.kept.repeats == "all":
                 raise EnvError("it holds what may have come from an episode before")
         _seed_all(i)
@@ -379,14 +397,21 @@ def _n_steps(part):
     return sum(name == "step" for name, *_ in part)
 
 
-def _test(make, envs, only, seed, n_steps, seconds, info_keys):
+def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
     """Test all ways to keep an environment.
 
-    Returns the `Keeper`, and an error or None. If the keeper keeps nothing, and the error is not
-    None, other environments in the process may be the reason of the failure. `only` says why a
-    process can have one environment at a time; then each environment is closed before the next one
-    is made.
+    Returns the `Keeper`, and the error of the last way, if other environments in the process may be
+    the reason of this error. Otherwise, and if a way is exact, None stands in its place.
+
+    Args:
+        make: makes a new environment
+        envs: list to which the environments are added, which the caller closes
+        why_one: why a process is assumed to have only one environment at a time. Then each
+            environment is closed before the next one is made. None: find out whether a process can
+            have several
+        seed: see `keeper_for`, and so the others
     """
+    only = why_one  # set below, if a second environment cannot be made
 
     def new():
         if only:
@@ -408,16 +433,22 @@ def _test(make, envs, only, seed, n_steps, seconds, info_keys):
                 lent = "the factory makes no environment of its own at each call"
                 return Keeper("none", dict(lent=lent)), None
 
+    def next_env():
+        "An environment that no way has used yet."
+        return unused.pop() if unused else new()
+
     first = seed(env) if callable(seed) else dict(seed=seed)
     failed = {}
-    problem = None
+    # The error of the last way that failed; None: other environments are not the reason of it.
+    suspect = None
     groups = _ways(env)
     if not groups:
         core = type(layers(env)[-1]).__name__
         failed["processes"] = f"{core} keeps its environments out of reach"
     for ways in groups:
-        # One environment takes random actions alone.
-        env = unused.pop() if unused else new()
+        # One environment takes random actions. If it fails, the reason may be that another one,
+        # unused or of an earlier group, is open in this process.
+        env = next_env()
         try:
             start = time.perf_counter()
             running, parts, states, broken = _played(
@@ -430,39 +461,33 @@ def _test(make, envs, only, seed, n_steps, seconds, info_keys):
             )
             step_seconds = (time.perf_counter() - start) / sum(map(_n_steps, parts))
         except Exception as e:
-            problem = describe_exception(e)
-            failed |= dict.fromkeys(ways, problem)
+            suspect = describe_exception(e)
+            failed |= dict.fromkeys(ways, suspect)
             continue
 
-        # Another environment continues from its state. The first way that is exact is chosen.
+        # Another environment continues from its state. The first way that is exact is chosen. The
+        # last part is left for `_disturbance`: there `one` repeats it, in turn with steps of the
+        # first environment.
         for name in ways:
             if name in broken:
                 failed[name] = broken[name]
                 continue
             try:
-                one = KeptEnv(
-                    unused.pop() if unused else new(),
-                    Keeper(name),
-                    info_keys,
-                )
-                _check(
-                    one,
-                    states[name],
-                    parts[:-1],
-                )
+                one = KeptEnv(next_env(), Keeper(name), info_keys)
+                _check(one, states[name], parts[:-1])
             except Exception as e:
-                # If an answer differs, the way is wrong. Any other error may have another reason: a
-                # second environment is open in this process.
+                # If an answer differs, as `KeptEnv.repeat` says, the way is wrong. Any other error
+                # may have another reason: a second environment is open in this process.
                 failed[name] = describe_exception(e)
                 is_wrong_answer = isinstance(e, EnvError) and e.problem.endswith("differs")
-                problem = None if is_wrong_answer else failed[name]
+                suspect = None if is_wrong_answer else failed[name]
                 continue
             last = len(parts) - 1
             disturbed = None if only else _disturbance(running, one, parts, last, make, envs)
             if name == "copy":
                 name = "+".join(simulators_in(one.kept.parts)) or name
             return Keeper(name, failed, only, disturbed, step_seconds), None
-    return Keeper("none", failed, only), problem
+    return Keeper("none", failed, only), suspect
 
 
 def keeper_for(
@@ -494,15 +519,12 @@ def keeper_for(
     options = seed, n_steps, seconds, info_keys
     try:
         with _undisturbed():
-            keeper, problem = _test(
-                make,
-                envs,
-                None,
-                *options,
-            )
-            if problem and not keeper.only:
-                # Perhaps the environments fail only beside another one, so each is tested alone.
-                alone, _ = _test(make, envs, problem, *options)
+            keeper, suspect = _test(make, envs, None, *options)
+
+            # No way is exact, and perhaps the environments fail only beside another one. So each is
+            # tested alone, and the error is the reason why a process can have only one.
+            if suspect and not keeper.only:
+                alone, _ = _test(make, envs, suspect, *options)
                 keeper = keeper if alone.name == "none" else alone
             return keeper
     finally:
@@ -539,7 +561,8 @@ def _beside(make, envs):
     return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, envs))
 
 
-# Key of a factory -> (the registration of its id at the time of the test, `Keeper.alone`)
+# The results of `why_alone` for ids: key of a factory -> (the registration of its id at the time of
+# the test, `Keeper.alone`). A result holds only as long as the id is not registered again.
 _tested: dict = {}
 
 
@@ -549,26 +572,36 @@ def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:
     None if it may have several. Also None if no environment can be made, because the caller will
     get that error when it makes one.
 
-    Args:
-        factory: factory of the environments; for an id, the test runs once in a process
-        keeper: the `Keeper` of an earlier test of these environments; None: test them now
-    """
-    # The result of an earlier test holds only if the id was not registered again since then.
-    is_id = isinstance(factory.source, str)
-    spec = gym.registry.get(factory.name.rpartition(":")[2]) if is_id else None
-    known_spec, known = _tested.get(factory.key, (None, None)) if is_id else (None, None)
-    if keeper is None and spec is not None and known_spec is spec:
-        return known
+    For an id, the result is remembered in this process, so that later calls need no test. A caller
+    that has tested such environments by `keeper_for` passes the `keeper`, and its result is
+    remembered in the same way.
 
-    # Test the environments, unless the caller has done so
-    envs = []
-    try:
-        with _undisturbed():
-            keeper = keeper or _beside(factory, envs)
-    except Exception:
-        return None
-    finally:
-        _close_all(envs)
+    Args:
+        factory: factory of the environments
+        keeper: the `Keeper` of a test that the caller has made; None: use the remembered result, or
+            test the environments now
+    """
+    # The registration of an id; None: there is none, so nothing is remembered.
+    spec = None
+    if isinstance(factory.source, str):
+        spec = gym.registry.get(factory.name.rpartition(":")[2])
+
+    # The remembered result
+    if keeper is None and spec is not None and factory.key in _tested:
+        tested_spec, why = _tested[factory.key]
+        if tested_spec is spec:
+            return why
+
+    # Test the environments, unless the caller has done so.
+    if keeper is None:
+        envs = []
+        try:
+            with _undisturbed():
+                keeper = _beside(factory, envs)
+        except Exception:
+            return None
+        finally:
+            _close_all(envs)
     if spec is not None:
         _tested[factory.key] = spec, keeper.alone
     return keeper.alone

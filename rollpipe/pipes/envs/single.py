@@ -255,6 +255,7 @@ class EnvBatch(Batch):
         # For each environment its `Kept`, and the object that is reset and stepped
         self.kept = [None if keeper is None else keeper.begin(env) for env in self.envs]
         self.played = [played(env, kept, keeper) for env, kept in zip(self.envs, self.kept)]
+        # `Sticky` gets this very list, so it also steps the environments that `_renew` puts in.
         self.sticky = Sticky(self.played, sticky) if sticky else None
         # Step -> its rewards as the environments returned them, since the last call of `settle`
         self._unchecked = {}
@@ -372,8 +373,9 @@ class EnvBatch(Batch):
         Observations and terminations are written into `row`. Returns `(final, ended, rewards,
         infos)`.
         """
+        # Another batch that claims an environment of this one adds it to `lost` (`Claim.take`).
         if self.claim.lost:
-            self.claim.check()
+            self.claim.check()  # raises the error
 
         # Local names, because the loop must be fast
         like = self._obs_like

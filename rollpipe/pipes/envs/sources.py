@@ -243,6 +243,9 @@ class Acting:
         """Raise `EnvError` if there are instances of environments, given directly or in an
         attribute of a pipe above.
 
+        `EnvStepper` and `TensorCollector` define it. Here it does nothing, for a source that takes
+        no instances.
+
         Args:
             owner: owner that needs environments of its own, such as 'each lane'
             got: cause of the copies, such as 'Lanes(n=2)'
@@ -256,7 +259,7 @@ class Acting:
 
     def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
         """The loaders of torch and torchdata call this in their processes, unless they divide
-        `Lanes` below this pipe among them.
+        `Lanes` below this pipe among them: `Divided.divide` then hides this method.
         """
         self.n_processes = num_of_instances
 

@@ -422,6 +422,7 @@ class VectorBatch(Batch):
         self.agents = _agents_in(vec)
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
+            # It has claimed and checked the vector itself. From now on, it steps this object.
             self.vector.vec = played(vec, self.one, keeper)
             self._prepare(
                 *spaces_of(vec),
@@ -430,6 +431,7 @@ class VectorBatch(Batch):
             )
             kind = VectorInfos if self.agents is None else SingleInfos
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
+            # `VectorInfos.record` reads these names. For agents, only the checks below need them.
             self._infos.of_ends = [*_infos_of_ends(vec)]
 
             # `LostEnds` watches the vectors of other libraries. `check_last_steps` has tested those
@@ -644,7 +646,8 @@ def env_batch(
 
     # Whether a callable makes vectors is known only from its first environment.
     try:
-        first = factory(env_seeds(seed, 1)[0][0])
+        [(make_seed, _, _)] = env_seeds(seed, 1)
+        first = factory(make_seed)
     except PipeError as e:
         e.env = f"0 ({factory.name})"
         e.locate(**where)

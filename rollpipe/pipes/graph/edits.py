@@ -601,6 +601,8 @@ def _edited(pipe, old, make, readers=None):
 def _fitting(pipe):
     "`pipe`, after each `fusion` in its graph that no longer fits the neighbours was removed."
     for node in nodes(pipe):
+        # `passes.optimize` gives a `FragmentStacker` its `fusion`, and its method `fits` compares
+        # that with the present graph.
         if getattr(node, "fusion", None) is None or node.fits(pipe):
             continue
         node.fusion = None  # the pipe is a fresh copy, which no other graph has

@@ -98,6 +98,7 @@ def held_by(pipe: IterDataPipe) -> list:
         if is_shared(x):
             shared.append(x)
 
+    # torch sets the first of these attributes when it begins an iteration.
     left_out = ("_valid_iterator_id", "restored", *_OF_ITERATION)
     attributes = {name: x for name, x in vars(pipe).items() if name not in left_out}
     swapped(attributes, collect)  # only visits all values; the result is not needed

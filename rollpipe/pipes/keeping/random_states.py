@@ -195,13 +195,20 @@ class _Reseeding:
     """Gives each generator in a state a new state of its own. `n` counts the generators.
 
     It reads the texts of captures, see `_Capture` in the chapter of plain data. Such a text is
-    `[root, entries]`. An entry is a list that begins with its kind, and `[k]` refers to entry `k`:
+    `[root, entries]`. An entry is a list that begins with its kind:
 
         ["dict", class, [[key, value], ...]]
         ["items", class, values, maximum length]
         ["through", class, state]              a random generator
         ["array", [k], form, shape, strides, offset]    entry `k` is its memory
         ["memory", begin, n]                   bytes of the tensor `memory` of the capture
+
+    The `root`, keys, values and states are codes: `[k]` stands for entry `k`, `{"tuple": [...]}`
+    for a tuple of codes, and a number, a text or None for itself.
+
+    Two kinds of dicts are recognised by their keys. `Kept.state` returns one with `keeper`, the
+    name of a `Keeper`, and `graph` and `memory`, a capture of the environment. `copies_of` returns
+    one with `part`, the class name of a part of an environment, and `holds`, its attributes.
     """
 
     def __init__(self, seed: np.random.SeedSequence):
@@ -269,40 +276,65 @@ class _Reseeding:
         """
         root, entries = json.loads(text)
         dicts = [_named_items(entry) for entry in entries]
-        # The numbers of the memories of captures within this one. They are tensors of bytes, too,
-        # but no states.
-        memories = [x["memory"][0] for x in dicts if "graph" in x]
-        torch_form_and_shape = [["uint8", "cpu"], _TORCH]
+        # The numbers of the arrays that are memories of captures within this one. They are tensors
+        # of bytes, too, but no states.
+        inner_memories = [_number_in(items["memory"]) for items in dicts if "graph" in items]
+
+        # The entries are changed in their order, which is that of the random words.
         for k, (entry, items) in enumerate(zip(entries, dicts)):
-            # The state of a generator of torch, as a tensor
-            is_state = entry[0] == "array" and entry[2:4] == torch_form_and_shape
-            if is_state and k not in memories:
-                _bytes_of(entries, k, memory)[:] = self.torch_state().numpy()
-
-            # A generator of Python, whose state is a list in another entry
-            elif entry[:2] == ["through", "random.Random"]:
-                version, words, normal = random.Random(self.word()).getstate()
-                state = [version, {"tuple": [*words]}, normal]
-                [state_number] = entry[2]
-                entries[state_number] = ["items", "builtins.list", state, None]
-
-            # The state of a generator of numpy, and the seeds of episodes
-            elif "bit_generator" in items:
-                _put(entries, k, self.numpy_state(items), memory)
-            elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
-                _put(entries, items["holds"][0], dict(first=self.word()), memory)
-
-            # An environment that is kept by its actions. To repeat them it needs the old numbers,
-            # and only afterwards it gets others.
-            elif "keeper" in items and items["keeper"].startswith("replay"):
-                pairs = [pair for pair in entry[2] if pair[0] != "noise"]
-                entry[2] = [*pairs, ["noise", self.word()]]
-
-            # Another capture within this one, whose memory is a part of this memory
-            elif "keeper" in items:
-                its_memory = _bytes_of(entries, items["memory"][0], memory)
-                _put(entries, k, dict(graph=self.graph(items["graph"], its_memory)), memory)
+            kind = entry[0]
+            if kind == "array":
+                if k not in inner_memories and _is_torch_state(entry):
+                    _bytes_of(entries, k, memory)[:] = self.torch_state().numpy()
+            elif kind == "through":
+                self.change_generator(entries, entry)
+            elif kind == "dict":
+                self.change_dict(entries, k, items, memory)
         return json.dumps([root, entries], separators=(",", ":"))
+
+    def change_generator(self, entries: list, entry: list) -> None:
+        """Give a generator of Python another state.
+
+        The generators of numpy and torch are left to `graph`, because their states are dicts and
+        tensors, which are entries, too.
+        """
+        _, class_name, state_code = entry
+        if class_name != "random.Random":
+            return
+        version, words, normal = random.Random(self.word()).getstate()
+        state = [version, {"tuple": [*words]}, normal]
+        entries[_number_in(state_code)] = ["items", "builtins.list", state, None]
+
+    def change_dict(self, entries: list, k: int, items: dict, memory: np.ndarray) -> None:
+        """Change the dict `k` of a capture, if it holds the states of generators.
+
+        Args:
+            entries: entries of the capture
+            k: number of the dict
+            items: its items, see `_named_items`
+            memory: memory of the capture
+        """
+        # The state of a generator of numpy
+        if "bit_generator" in items:
+            _put(entries, k, self.numpy_state(items), memory)
+
+        # The wrapper `EpisodeSeeds`, as `copies_of` returns it
+        elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
+            attributes = _number_in(items["holds"])
+            _put(entries, attributes, dict(first=self.word()), memory)
+
+        # An environment that is kept by its actions. To repeat them it needs the old numbers, and
+        # only afterwards it gets others: `KeptActions` takes the seed of these from `noise`.
+        elif "keeper" in items and items["keeper"].startswith("replay"):
+            pairs = entries[k][2]
+            pairs[:] = [pair for pair in pairs if pair[0] != "noise"]
+            pairs.append(["noise", self.word()])
+
+        # An environment that is kept in another way. Its state has a capture within this one, whose
+        # memory is an array in this memory.
+        elif "keeper" in items:
+            its_memory = _bytes_of(entries, _number_in(items["memory"]), memory)
+            _put(entries, k, dict(graph=self.graph(items["graph"], its_memory)), memory)
 
     def numpy_state(self, items: dict) -> dict:
         "Another state of a generator of numpy, of whose state these are the items."
@@ -319,12 +351,26 @@ class _Reseeding:
 
 
 def _named_items(entry: list) -> dict:
-    "Key -> value, for the keys of a dict that are texts; empty for entries of another kind."
+    """Key -> code of the value, for the keys of a dict that are texts.
+
+    It is empty for entries of another kind.
+    """
     pairs = entry[2] if entry[0] == "dict" else []
     return {key: x for key, x in pairs if isinstance(key, str)}
 
 
 _TORCH = [len(torch.Generator().get_state())]  # shape of the state of a generator of torch
+
+
+def _number_in(code: list) -> int:
+    "The number of the entry for which the code `[k]` stands."
+    return code[0]
+
+
+def _is_torch_state(entry: list) -> bool:
+    "Has an array the form and the shape of the state of a generator of torch?"
+    _, _, form, shape, *_ = entry
+    return form == ["uint8", "cpu"] and shape == _TORCH
 
 
 def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:

@@ -338,7 +338,11 @@ class ItemWriter:
             self.flush()
         n = self.n
         code = self._encoded(item, f"{n}.item")
-        self.codes[str(n)] = dict(list=[code, dict(list=[])])
+
+        # `encode` writes a list as `{"list": codes of its items}`. The outer list is the pair
+        # `[item, answers]`, and the inner one the answers, of which there are none yet.
+        no_answers = dict(list=[])
+        self.codes[str(n)] = dict(list=[code, no_answers])
         self.n += 1
         return n
 
@@ -351,8 +355,9 @@ class ItemWriter:
                 expected="a greater `chunk`, or no pipe that fetches items early, such as "
                 "`ToDevice(ahead=1)`",
             )
-        _, answers = self.codes[str(n)]["list"]
-        asked = answers["list"]
+        # The codes of the pair, and of the list of answers in it, see `add`
+        _, code_of_answers = self.codes[str(n)]["list"]
+        asked = code_of_answers["list"]
         asked.append(self._encoded(answer, f"{n}.asked.{len(asked)}"))
 
     def flush(self) -> None:
@@ -578,8 +583,7 @@ class Recorder(Pipe):
         # Wrong numbers of bytes are an error now, and not only when the iteration begins.
         if limit is not None:
             bytes_of(limit, "limit")
-        if chunk is not None:
-            bytes_of(chunk, "chunk")
+        bytes_of(chunk, "chunk")
         self.path = path
         self.limit = limit
         self.chunk = chunk
@@ -594,6 +598,10 @@ class Recorder(Pipe):
 
         folder = part_of(self.pipe, self.path)
         is_resumed = self.restored is not None
+
+        # The number of the next item. A resumed iteration has it in its state, and `keep` puts it
+        # in the place of this one. Without `append`, a new iteration begins at 0, and `ItemFolder`
+        # refuses a folder that has items.
         progress = self.keep(n=self._n_existing() if self.append else 0, stopped=False)
         if progress["stopped"]:
             yield from items
@@ -668,6 +676,8 @@ class Recorder(Pipe):
         if self.kept or self.restored:
             return super().get_state(chunks)
 
-        # The lane has not begun, or has ended, so it keeps nothing itself.
+        # The lane has not begun, or has ended, so it keeps nothing itself. The iteration that
+        # resumes from this state keeps the items that are in the folder now, also without `append`,
+        # and removes only those that are recorded later. So the number comes from the folder.
         progress = dict(n=self._n_existing(), stopped=False)
         return dict(capture(progress), keeps=[*progress])

@@ -79,7 +79,9 @@ class StepLinks:
     def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
         """The slots of `n` successive rows, int64 `[n, m]`.
 
-        A row in `look_ahead` has -1 - (its number there).
+        A row in `look_ahead` has -1 - (its number there). Only the last of the rows may be such a
+        row, because no slot follows it. `PendingSegments` sees to this: it offers a segment only
+        when all of its steps are stored.
 
         Args:
             slot: int64 [m]: the first slots
@@ -250,6 +252,8 @@ class StepStore:
 
     def _use(self, records):
         "Use `records` as the ring."
+        # `FragmentLayout` names the fields by the paths of the leaves, from `fragment` on. It adds
+        # `final` and `hx`, the numbers of the records in the side tables.
         self.records = records
         self.valid = records["fragment.valid"]
         self.changes = RowChanges(records)

@@ -621,5 +621,7 @@ class WeightReceiver(WeightSubscriber):
 
     def receive(self, number: int, data: np.ndarray) -> None:
         "Store the bytes of publication `number`. `fetch` then writes them into the copies."
+        # The first 8 bytes of `data` are `_Buffer.publication`. The publisher has written the
+        # number there, so `fetch` finds the buffer complete and does not wait.
         self.block.bytes_of(number)[:] = data
         self.block.latest[0] = number

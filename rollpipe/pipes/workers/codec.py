@@ -154,8 +154,8 @@ class ArraySpec:
 
     Args:
         dtype: numpy dtype of an array, or torch dtype of a tensor
-        entry: index of the array in the `Layout` of a slot; -1: the array is in the item's own
-            memory, and not in the layout
+        entry: index of the array in the `Layout` of a slot (see `ItemFormat`); -1: the array is in
+            the item's own memory, and not in the layout
         offset: distance from the beginning of the item's own arrays [bytes], if `entry` is -1
     """
 
@@ -178,14 +178,14 @@ class ArraySpec:
     def view(self, memory: np.ndarray, start: int) -> Any:
         """The array in `memory`, where the item's own arrays begin at byte `start`.
 
-        An empty array is new and not a view.
+        An empty tensor is new and not a view.
         """
         n = prod(self.shape)
         offset = start + self.offset
         if not isinstance(self.dtype, torch.dtype):
             return np.frombuffer(memory, self.dtype, n, offset).reshape(self.shape)
 
-        # `torch.frombuffer` refuses an empty array.
+        # `torch.frombuffer` refuses an empty array, which numpy's does not.
         if not n:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(memory, dtype=self.dtype, count=n, offset=offset).view(self.shape)
@@ -367,6 +367,11 @@ def pickle_containers(item: Any, specs: list) -> bytes | None:
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #fbffc9b0
 class ItemFormat:
     """Describes how to put an item together from the arrays in a slot.
+
+    A `Slot` (see the chapter of slots) is the shared memory for one or several items that will be
+    joined. It has a memory for the own arrays of each item, and another one for its `Layout`: a
+    list of large arrays, each with a place beside the same array of the other items. An item has
+    an entry of this list for each of its arrays that is there.
 
     Args:
         pickle: pickle of the item or of its containers, without arrays

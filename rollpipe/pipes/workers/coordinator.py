@@ -90,7 +90,7 @@ class Listener:
         members: the members whose messages are received
         supervision: watches the members
         options: reading service with the options, such as `ProcessReading`
-        states: lane -> its newest state, as far as replies have states
+        states: lane -> its newest state; if replies have states, they are written here
     """
 
     def __init__(
@@ -165,7 +165,8 @@ class Listener:
         if message is NOTHING:
             return False
 
-        # The reply to the member's oldest request.
+        # The reply to the member's oldest request. `LaneRunner.answer` replies without the number
+        # of a publication if the lane has ended, so that there is no item.
         request, reply, item_format = member.take_reply(message)
         if reply.state is not None:
             self.states[request.lane] = reply.state
@@ -246,6 +247,8 @@ class Coordinator:
         self.schedule.resume(self.state["turn"], self.state["n"], pending)
         self.ended = {lane for lane, item in pending if item is None}
 
+        # The listener gets the very dict of the lanes' states. It writes each state that comes with
+        # a reply into this dict, so `_restart` and `get_state` find the newest ones there.
         self.listener = Listener(
             self.schedule, self.pool, self.members, self.supervision, service, self.state["lanes"]
         )
@@ -341,14 +344,19 @@ class Coordinator:
 
         Raises the error if no restart is allowed.
         """
-        # The lanes continue where they were if the newest state of each lane is known. An
-        # `EnvError` in its place says why an environment has none.
+        # The lanes continue where they were if the newest state of each lane is known. The listener
+        # has written these states into `self.state`. An `EnvError` in the place of a state says why
+        # an environment has none.
         states = [self.state["lanes"][lane] for lane in member.lanes]
         continues = self.with_states and not any(isinstance(state, EnvError) for state in states)
         self.supervision.allow_restart(member, error, continues)
 
         self.members.disconnect(member)
         member.process.close()
+
+        # `Lanes.open_lane` continues from the state of a lane if its number in `restarts_of` is 0.
+        # Otherwise it begins the lane again, with random numbers that depend on this number.
+        # `allow_restart` has just raised the numbers of these lanes, unless they continue.
         restarts_of = self.supervision.restarts_of
         opened = {
             lane: self.seam.open_lane(lane, self.state, restarts_of[lane]) for lane in member.lanes

@@ -483,7 +483,7 @@ class LaneRunner:
             with self.unchanging.during(self.lane):
                 item = next(stream)
         except StopIteration:
-            return tuple(Reply())
+            return tuple(Reply())  # without the number of a publication: the lane has ended
         end = time.monotonic()
 
         # Write the item into the slot. The reply describes it.
@@ -497,6 +497,8 @@ class LaneRunner:
 
         If the state cannot be kept, returns the error that says why.
         """
+        # The generators of this process have the states of the lane that has run last, and
+        # `self.states` the older ones.
         if lane == self.swapped_in:
             self.states[lane].take()
         try:

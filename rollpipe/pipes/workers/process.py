@@ -221,6 +221,8 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
     for worker in workers:
         if worker.creator != os.getpid():
             continue
+
+        # The finalizer would end the worker at the end of this process. It is needed no more.
         worker.finalizer.cancel()
         if worker.link.closed:
             continue
@@ -285,6 +287,7 @@ def _report_exit(process):
 
 
 def _ask(process, link):
+    "Ask the function that the process runs to return, see `WorkerProcess`."
     try:
         link.send(None)
     except OSError:
