@@ -8,6 +8,8 @@ import re
 from itertools import islice, product
 from math import inf
 
+import gymnasium as gym
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +18,12 @@ from reference import assert_same, snapshot
 from toys import Lively, Shaky
 from worker_cases import SPACES, WORLDS, change, serial, stream
 
-from rollpipe.layers import GaussianPolicy
+from rollpipe.layers import GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError
+from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.pipes.passes import keep_environments
+from rollpipe.pipes.passes import keep_as, keep_environments
 from rollpipe.pipes.workers.process import WorkerDied, WorkerNotStarted
 
 N_LANES = 3
@@ -220,6 +223,47 @@ def test_more_deaths_than_restarts(Reading, caplog):
     ]
     starts = [x.state.obs[0].tolist() for x in items if x.lane[0] == 0 and x.seq[0] == 0]
     assert starts[0] != starts[1]
+
+
+class CountsItsSteps(gym.Env):
+    "It is paid the number of its steps, and cannot tell its state after the twelfth."
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+    n_steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.n_steps += 1
+        return np.zeros(1, np.float32), float(self.n_steps), False, False, {}
+
+    def get_state(self):
+        if self.n_steps > 12:
+            raise EnvError("it has made too many steps")
+        return dict(n_steps=self.n_steps)
+
+    def set_state(self, state):
+        self.n_steps = state["n_steps"]
+
+
+@each_crew
+def test_a_lane_that_began_again_goes_on_after_the_next_death(Reading, caplog):
+    "It had no state at the first death, and has one at the second."
+    actor = MLPPolicy.for_env(CountsItsSteps(), seed=0)
+    pipe = Lanes(FragmentCollector(EnvStepper(CountsItsSteps, actor, 1), 4), 1, seed=0)
+    keep_as(pipe, ["own"])
+    plan = Plan([Fault("dies before", 0, 4), Fault("dies before", 0, 2)])
+    with DataLoader2(pipe, reading_service=Reading(1, restart=2, plan=plan)) as loader:
+        items = [snapshot(item) for item in islice(loader, 8)]
+    restarts = [None if item.restarts is None else item.restarts.tolist() for item in items]
+    first_rewards = [item.state.rew[1, 0].item() for item in items]
+    assert [item.seq.tolist() for item in items] == [[0], [1], [2], [3], [0], [1], [2], [3]]
+    assert restarts == [None] * 4 + [[1]] * 4
+    assert first_rewards == [1, 5, 9, 13, 1, 5, 9, 13]
+    assert ["go on where they were" in text for text in caplog.messages] == [False, True]
 
 
 @each_crew

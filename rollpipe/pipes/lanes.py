@@ -353,6 +353,7 @@ class Lanes(Divided, Seeded, Pipe):
         lane: int,
         state: dict,
         again: int = 0,
+        continues: bool = True,
     ) -> tuple:
         """The copy of the graph above for one lane, and the lane's states of the global generators.
 
@@ -360,11 +361,12 @@ class Lanes(Divided, Seeded, Pipe):
             lane: number of the lane
             state: see `beginning`
             again: see `copy`
+            continues: go on from the state of the lane, if it has one; otherwise it begins again
         """
         graph = self.copy(lane, state["root"], again)
         states = self.global_random_states(lane, state["root"], again)
         lane_before = state["lanes"][lane]  # what `lane_state` returned
-        if not again and lane_before is not None:
+        if continues and lane_before is not None:
             restore_stream(graph, lane_before["pipes"])
             states.set_state(restore_object(lane_before["random"]))
         return graph, states

@@ -354,12 +354,12 @@ class Coordinator:
         self.members.disconnect(member)
         member.process.close()
 
-        # `Lanes.open_lane` continues from the state of a lane if its number in `restarts_of` is 0.
-        # Otherwise it begins the lane again, with random numbers that depend on this number.
+        # A lane that begins again has random numbers that depend on its number in `restarts_of`.
         # `allow_restart` has just raised the numbers of these lanes, unless they continue.
         restarts_of = self.supervision.restarts_of
         opened = {
-            lane: self.seam.open_lane(lane, self.state, restarts_of[lane]) for lane in member.lanes
+            lane: self.seam.open_lane(lane, self.state, restarts_of[lane], continues)
+            for lane in member.lanes
         }
         new = self.start_member(member.index, opened)
 
