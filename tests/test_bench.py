@@ -560,6 +560,7 @@ def test_the_specifications_that_ship_can_be_read(path, terminating, monkeypatch
         box2d=2,
         classic=9,
         crossq=3,
+        first_options=45,
         fvp_subsample=6,
         learning=14,
         minatar=4,

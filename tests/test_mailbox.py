@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -735,8 +736,11 @@ def test_a_folder_of_questions_that_goes_while_it_is_read_ends_no_training(tmp_p
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", removed_before)
-    if sys.version_info >= (3, 13):  # there pathlib has a reference of its own
+    # In these versions, pathlib has a reference of its own.
+    if sys.version_info >= (3, 13):
         monkeypatch.setattr(glob._StringGlobber, "scandir", staticmethod(removed_before))
+    if sys.version_info < (3, 11):
+        monkeypatch.setattr(pathlib._NormalAccessor, "scandir", staticmethod(removed_before))
     assert list(Mailbox(tmp_path).take()) == []
     assert not (tmp_path / "inbox").exists()
 
