@@ -71,7 +71,7 @@ def main():
     # The table for programs
     TABLE.parent.mkdir(parents=True, exist_ok=True)
     with TABLE.open("w", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["setting", "task", "seed", "return"])
         for setting, by_env in returns.items():
             for env, means in by_env.items():
