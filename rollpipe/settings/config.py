@@ -357,7 +357,7 @@ class RunOptions(Options):
         stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do
             not count
         info: infos of the environments, such as cost or cost,is_success, whose means become
-            metrics, see `EpisodeInfos`
+            metrics of the training and of its evaluations, see `EpisodeInfos`
     """
 
     steps: int = integer(100_000, changes="between updates")
