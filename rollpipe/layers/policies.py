@@ -525,9 +525,10 @@ class SquashedPolicy(BoundedActor):
         return SquashedGaussian(self.box)
 
     def params(self, features: Tensor) -> GaussianParams:
-        """Compute mean and log standard deviation `[*lead, *shape]` of `u`, which `tanh` squashes.
+        """Compute mean and log standard deviation, `[*lead, *shape]`, of a Gaussian.
 
-        The log standard deviation lies between -20 and 2.
+        Its samples `u` become actions by `tanh(u)`. The log standard deviation lies between -20
+        and 2.
         """
         shape = self.box.shape
         mean, log_std = self._modules["head"].forward(features).chunk(2, -1)

@@ -480,7 +480,7 @@ def pack(
     seed: int | None = None,
     repo: str = "OWNER/NAME",
 ) -> Path:
-    """Write all files of a run that others need into one folder. Returns its path.
+    """Write the files that others need to use the policy of a run. Returns their folder.
 
     The policy is evaluated for the card. Files that cannot be made are left out: `policy.onnx` if
     the extra `onnx` is missing, or if ONNX cannot express the policy; the film if the run has no

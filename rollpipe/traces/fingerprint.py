@@ -660,7 +660,7 @@ class Fingerprint:
     def differs(self, other: Fingerprint, *parts: str) -> Differences:
         """The leaves in which two fingerprints differ.
 
-        If only one of them has a pipe or network, its top leaf alone is returned.
+        For a pipe or network that only one of the two has, one leaf is returned, the topmost.
 
         Args:
             other: the fingerprint of another training

@@ -325,7 +325,10 @@ class ActionLearner(ReplayLearner, ByAdam):
         self.explore()
 
     def rates(self) -> list:
-        "The groups of all optimisers. All but the critic's have the policy's learning rate."
+        """Pairs of a parameter group and the option that is its learning rate.
+
+        It is `critic_lr` for the critic if that is set, or else `lr`.
+        """
         pairs = []
         for name, optimizer in self.optimizers.items():
             has_critic_lr = name == "critic" and self.critic_lr is not None

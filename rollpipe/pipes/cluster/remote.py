@@ -236,7 +236,7 @@ class LaneServer(LaneRunner):
 
 # %% ../../../nbs/pipes/32_cluster/01_remote.ipynb #8179ee4f
 def reason_of(e: BaseException) -> str:
-    "The reason that an exception of Ray gives for the end of an actor, in one line."
+    "Why a worker of Ray ended, as an exception of Ray says it, in one line."
     uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", str(e))
     text = " ".join(uncoloured.split())
 

@@ -383,7 +383,8 @@ class Timed(Pipe):
 def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
     """`(pipe, timer, asks_timer)` for each pipe that is iterated, sources first.
 
-    A `Pipe` asks its attribute `timer`, and a pipe of torch does not.
+    `asks_timer` is True for a `Pipe`, which measures itself by its attribute `timer`, and False for
+    a pipe of torch, which has none.
 
     Args:
         graph: the graph

@@ -543,7 +543,8 @@ class WeightSubscriber:
         self.publication = -1
 
     def attach(self, copies: Sequence) -> None:
-        """From now on, update these `copies` of the holders.
+        """From now on, write new weights into these copies of the publisher's actors, critics and
+        other objects with weights (its holders).
 
         Copies in shared memory are moved to private memory.
         """
