@@ -9,7 +9,7 @@ __all__ = ['quotas', 'Evaluation', 'check_limit', 'evaluate', 'policy_of', 'Rand
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -385,7 +385,7 @@ def evaluate(
     max_steps: int = 100_000,
     on_limit: str | None = None,
     trace: bool = False,
-    info: Iterable[str] = (),
+    info: Sequence[str] = (),
     on_episode: Callable | None = None,
     close: bool = True,
     device: Any = None,
@@ -473,7 +473,7 @@ def evaluate(
     stepper = EnvStepper(
         sources,
         actor,
-        info_keys=tuple(info),
+        info_keys=info,
         seed=seed,
         explore=not deterministic,
         close=close,

@@ -10,7 +10,7 @@ __all__ = ['Evaluated', 'evaluated', 'Evaluator', 'serve', 'answer_all', 'Evalua
 import math
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -394,7 +394,7 @@ class ParallelEvaluation(EvaluationProcess):
         on_limit: str | None = None,
         close: bool = True,
         record: str | Path | None = None,
-        info: Iterable[str] = (),
+        info: Sequence[str] = (),
         ray: dict | None = None,
         start_method: str | None = None,
         worker_threads: int = 1,
@@ -437,7 +437,7 @@ class ParallelEvaluation(EvaluationProcess):
             on_limit=on_limit,
             close=close,
             record=record,
-            info=tuple(info),
+            info=info,
         )
         self.seed = seed
 
