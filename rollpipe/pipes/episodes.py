@@ -380,18 +380,18 @@ class TraceRows:
         is_over = valid.any(0) & ends_before_it
 
         # As tensors, and the environments whose row is replaced
-        row_after = torch.from_numpy(row_after)
+        row = torch.from_numpy(row_after)
         is_replaced = torch.from_numpy(is_over)
         ended = is_replaced.nonzero()[:, 0]
 
         # The rows of `final` that belong to the last episode of their environment
         t, b, _, reactions = fragment.final
-        is_last = (t + 1 == row_after[b]) & is_replaced[b]
-        places = row_after[b[is_last]], b[is_last]
+        is_last = (t + 1 == row[b]) & is_replaced[b]
+        places = row[b[is_last]], b[is_last]
 
         # First zeros, which remain where an episode terminated, and then the reactions
         def replaced(x, reaction):
-            zeroed = x.index_put((row_after[ended], ended), x.new_zeros(()))
+            zeroed = x.index_put((row[ended], ended), x.new_zeros(()))
             return zeroed.index_put(places, reaction[is_last])
 
         return nested.map(replaced, fragment.actor, reactions)

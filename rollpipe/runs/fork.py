@@ -356,9 +356,9 @@ def fork(
         # The parent after the update, with all states that the fork needs. There are three cases:
         # - with new episodes and the update of `named`: this checkpoint, whose stream is not needed
         # - the run has a checkpoint after the update, with its stream: this one
-        # - otherwise `placed_checkpoint` returns an earlier one, or one without stream, which stands
-        #   for the start. The run is repeated from there, and `parent` becomes the checkpoint that
-        #   the repetition has saved.
+        # - otherwise `placed_checkpoint` returns an earlier one, or one without a stream, which
+        #   stands for the start. The run is repeated from there, and `parent` becomes the
+        #   checkpoint that the repetition has saved.
         if new_episodes and is_named:
             parent = named
             at = updates

@@ -106,8 +106,8 @@ class _Delay:
         self.timer = None
         # whether a batch is collected, so that a signal waits at most `PATIENCE`
         self.waits = False
-        # The signal that takes effect at the end of the block, if several ranks have to agree on it:
-        # - None: they do not have to, so it is the first one in `received`
+        # The signal that takes effect at the end of the block, as a list:
+        # - None: no ranks have to agree on it, so it is the first one in `received`
         # - []: none, because the ranks have not agreed yet, or no rank had received one; signals in
         #   `received` wait for the next call of `agree`
         # - [(number, None)]: this one, which `agree` has found in one of the ranks
