@@ -79,6 +79,27 @@ def test_the_critic_keeps_a_rate_of_its_own():
     assert of_actor < 1e-2 and of_critic == 5e-3
 
 
+@pytest.mark.parametrize("kind", [A2C, PPO])
+@pytest.mark.parametrize("before, after", [(None, 5e-3), (5e-3, None), (5e-3, 1e-2), (1e-2, 5e-3)])
+def test_the_critic_of_a_fork_may_join_or_leave_the_group_of_the_actor(kind, before, after):
+    "As in a fork with another `critic_lr`, which was refused because the groups are other ones."
+    agent = learner_of(kind, lr=1e-2, critic_lr=before, lr_kl=1e-6)
+    agent.update(batches_of(agent, 1)[0])
+    steered = agent.optimizer.param_groups[0]["lr"]
+    assert steered != 1e-2
+
+    forked = learner_of(kind, lr=1e-2, critic_lr=after, lr_kl=1e-6)
+    forked.load_state_dict(copy.deepcopy(agent.state_dict()))
+    expected = [steered, 5e-3] if after == 5e-3 else [steered]
+    assert [group["lr"] for group in forked.optimizer.param_groups] == expected
+
+    # A fork of the fork continues with the same rates.
+    again = learner_of(kind, lr=1e-2, critic_lr=before, lr_kl=1e-6)
+    again.load_state_dict(copy.deepcopy(forked.state_dict()))
+    expected = [steered, 5e-3] if before == 5e-3 else [steered]
+    assert [group["lr"] for group in again.optimizer.param_groups] == expected
+
+
 @pytest.mark.parametrize("options", [dict(lr="linear:1e-3:0:10k"), dict(decay_steps=10_000)])
 def test_a_rate_follows_one_thing(options, tmp_path):
     "It is refused before a run has a folder, and when an option is changed later."

@@ -401,11 +401,16 @@ class GradientLearner(ByAdam, Learner):
             self.actor, self.critic, self.lr, self.lr_of_critic, may_differ
         )
 
-        # The option of each group's learning rate: the actor's group comes first, if there is one.
-        # The critic has no group if it has no parameters of its own, or shares that of the actor.
+        # The option of each group's learning rate, in the order of `adam_for`:
+        # - a group of the actor and one of the critic: `lr`, then `critic_lr`
+        # - one group of both, because their rates are equal: `lr`
+        # - only a group of the actor, because the critic has no parameters of its own: `lr`
+        # - only a group of the critic, because the actor has no trainable parameters: `critic_lr`,
+        #   or `lr` if `critic_lr` is None
         names = ["critic_lr" if has_critic_lr else "lr"]
         if any(p.requires_grad for p in self.actor.parameters()):
             names = ["lr", *names]
+        # If the critic has no group of its own, this leaves out its option, which is the last one.
         self.names_of_rates = names[: len(self.optimizer.param_groups)]
 
     def adopt(self) -> None:
@@ -431,6 +436,9 @@ class GradientLearner(ByAdam, Learner):
 
         Raises `DataError` for `lr` if one group of the optimiser has both `lr` and `critic_lr`.
         """
+        # Such a group is named `lr` in `rates`, so a change of `lr` would change the critic's rate,
+        # too. A change of `critic_lr` needs no check here: it finds no group with this name, and
+        # `ScheduledLearner.set_option` then refuses it.
         if name == "lr" and self.critic_lr is not None and self.shares_group:
             raise DataError(
                 f"{type(self).__name__}: lr and critic_lr were equal when it was made, "

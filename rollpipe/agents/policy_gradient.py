@@ -155,13 +155,23 @@ class SteeredRate(Options):
         A steered rate continues with the rate in the state. If `lr` differs from the first rate of
         the state, as in a fork with another `lr`, the rate begins with `lr` instead.
         """
+        # After this, the learning rate of each group is its option, `lr` or `critic_lr`.
         super().load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
+
+        # The state of a learner with another `critic_lr` may have other groups (see
+        # `Adam.load_state_dict`). So the critic's group may come from one that was steered.
+        for group, name in self.rates():
+            if name != "lr":
+                group.pop("steered_from", None)
         if self.lr_kl is None:
             return
-        saved_groups = state["optimizer"]["param_groups"]
-        for (group, name), saved in zip(self.rates(), saved_groups, strict=True):
-            if name == "lr" and saved.get("steered_from") == self.lr:
-                group["lr"] = saved["lr"]
+
+        # `steer` gives all groups named `lr` the same rate, so the first one in the state tells it.
+        for saved in state["optimizer"]["param_groups"]:
+            if saved.get("steered_from") == self.lr:
+                for group in self.steered_groups():
+                    group["lr"] = saved["lr"]
+                return
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #591ca3ac
 class A2C(ScaledAdvantages, SteeredRate, ActorCriticLearner):
@@ -277,7 +287,7 @@ class PPO(SteeredRate, ActorCriticLearner):
 
         # The first minibatch is always used, because the policy has not moved before it.
         records = []
-        epochs = 0
+        n_begun = 0  # number of passes that have taken a step
         stop = False
         steered = {}
         for epoch, (part, n) in self.minibatches(batch):
@@ -287,13 +297,13 @@ class PPO(SteeredRate, ActorCriticLearner):
                 break
 
             # The learning rate is steered before the first step of each pass but the first one.
-            begins_pass = epoch == epochs  # `epochs` is the number of passes that have begun
+            begins_pass = epoch == n_begun
             if begins_pass and epoch > 0 and self.lr_kl is not None:
                 steered = self.steer(metrics["approx_kl"], n)
             records.append(self.step(loss, metrics=metrics, n=n))
-            epochs = epoch + 1
+            n_begun = epoch + 1
         return mean_metrics(records) | dict(
-            minibatches=len(records), epochs=epochs, early_stop=float(stop), **steered
+            minibatches=len(records), epochs=n_begun, early_stop=float(stop), **steered
         )
 
     def has_moved(self, metrics: dict, n: torch.Tensor) -> bool:

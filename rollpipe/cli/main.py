@@ -395,7 +395,7 @@ def _import_modules(words):
                 f"--import {module}: a file name is no module name; did you mean {name}? {places}"
             )
         try:
-            allow_edits(module)
+            allow_edits(module)  # imports the module
         except ModuleNotFoundError as e:
             raise UsageError(f"--import {module}: {e}. {places}") from e
     return modules

@@ -105,8 +105,9 @@ class EpisodeBuilder:
         """
 
         def completed(row):
-            # The first row that is completed also completes `env`. All earlier rows are taken for
-            # valid, because only the rows of episodes are ever read.
+            # All stored rows have the same infos. So the call with the first row completes `env`,
+            # too, and the later calls give their rows the infos of this `env`. All stored rows are
+            # taken for valid, because only the rows of episodes are ever read.
             nonlocal env
             state, actor, before = row
             all_valid = np.ones(len(valid), bool)
@@ -337,9 +338,12 @@ class TraceRows:
         ends_later = np.maximum.accumulate((fin & valid)[::-1])[::-1]
         valid &= ends_later | ~unfinished
 
-        # Rows `[T+1, B]` of actions and rewards. Row t + 1 has those of step t, and row 0 is a
-        # filler, which is not read. Observations are those of the last row, because no others are
-        # read.
+        # `complete` is documented for T+1 rows of each field, but this `State` has them only where
+        # `complete` and `final_rows` read them:
+        # - `act` and `rew`: T+1 rows. Row t + 1 has those of step t, and row 0 is a filler.
+        # - `stepno`: T rows, before each step. `fin`: T rows, after each step, which are not read.
+        # - `obs`: one row [B, ...], the last one. Last observations come from `self.ends`.
+        # Of the fragment, only the actor's reports and `final` are used below.
         tick = self.tick
         steps = nested.stack(act), rew
         act, rew_rows = nested.map(lambda x: np.concatenate([x[:1], x]), steps)
@@ -371,20 +375,23 @@ class TraceRows:
         """
         # The number of the row after the last valid step of each environment. `argmax` counts the
         # later rows, which are not valid.
-        last = len(valid) - valid[::-1].argmax(0)
-        ends_with_it = fin[last - 1, np.arange(self.n_envs)]
-        is_over = valid.any(0) & ends_with_it
-        row, is_over = map(torch.from_numpy, (last, is_over))
-        ended = is_over.nonzero()[:, 0]
+        row_after = len(valid) - valid[::-1].argmax(0)
+        ends_before_it = fin[row_after - 1, np.arange(self.n_envs)]
+        is_over = valid.any(0) & ends_before_it
+
+        # As tensors, and the environments whose row is replaced
+        row = torch.from_numpy(row_after)
+        is_replaced = torch.from_numpy(is_over)
+        ended = is_replaced.nonzero()[:, 0]
 
         # The rows of `final` that belong to the last episode of their environment
         t, b, _, reactions = fragment.final
-        is_last = (t + 1 == row[b]) & is_over[b]
-        rows = row[b[is_last]], b[is_last]
+        is_last = (t + 1 == row[b]) & is_replaced[b]
+        places = row[b[is_last]], b[is_last]
 
         # First zeros, which remain where an episode terminated, and then the reactions
         def replaced(x, reaction):
             zeroed = x.index_put((row[ended], ended), x.new_zeros(()))
-            return zeroed.index_put(rows, reaction[is_last])
+            return zeroed.index_put(places, reaction[is_last])
 
         return nested.map(replaced, fragment.actor, reactions)

@@ -163,6 +163,11 @@ def optimize(pipe: IterDataPipe, report: bool = False) -> Any:
 def common_keeper(found: dict) -> Keeper:
     """How the environments of one batch are kept.
 
+    The name of a `Keeper` is the way in which it keeps an environment: 'own' by methods of the
+    environment, 'copy' by a copy, a simulator such as 'MuJoCo' by a copy with the state of the
+    simulator, 'replay (...)' by repeating its actions (then `logs` is True), 'none' not at all. Its
+    `failed` says for each way that was tested before why it was refused.
+
     Args:
         found: name of an environment -> its `Keeper`
     """

@@ -312,8 +312,8 @@ def ablate(
     known = options_for(config["algorithm"])
     edits = {}
     for name, values in options.items():
-        spans = [with_steps(known, {name: x}, config["steps"]) for x in values]
-        edits[name] = [span[name] for span in spans]
+        completed = [with_steps(known, {name: x}, config["steps"]) for x in values]
+        edits[name] = [options_of_one[name] for options_of_one in completed]
     branches = branches_of(run, at, edits, repeat, out)
 
     # Twins keep no old checkpoints and make no films. They are evaluated only if the metric needs

@@ -274,7 +274,8 @@ def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> Non
         return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
 
     try:
-        # Pipes that are missing in the parent, too, were inserted by edits in Python.
+        # The states are those of the fork both times; only the configuration differs. Pipes that
+        # are missing with that of the parent, too, were inserted by edits in Python.
         gone = lacking(forked.config)
         if gone:
             gone -= lacking(before)
@@ -352,8 +353,12 @@ def fork(
         return changed_run(f"a fork of {shown(folder)}", checkpoint, options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
-        # The parent after the update. It is a checkpoint of the run, or the run is repeated up to
-        # the update.
+        # The parent after the update, with all states that the fork needs. There are three cases:
+        # - with new episodes and the update of `named`: this checkpoint, whose stream is not needed
+        # - the run has a checkpoint after the update, with its stream: this one
+        # - otherwise `placed_checkpoint` returns an earlier one, or one without a stream, which
+        #   stands for the start. The run is repeated from there, and `parent` becomes the
+        #   checkpoint that the repetition has saved.
         if new_episodes and is_named:
             parent = named
             at = updates
@@ -362,9 +367,9 @@ def fork(
                 folder, at, home, newest=named if is_named else None, is_lasting=True
             )
             if parent.stream is None or parent.counters["updates"] < at:
+                # Refuse options that do not fit before the run is repeated. `planned` is a stand-in
+                # for the parent, for this check and for its configuration and history.
                 planned = _planned(folder, at, parent)
-
-                # Refuse options that do not fit before the run is repeated.
                 planned_fork, _ = with_options(planned)
                 build(planned_fork.config)
                 with moment(folder, at, *edits, home=home, begin=parent) as repeated:

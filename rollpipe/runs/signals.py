@@ -106,8 +106,11 @@ class _Delay:
         self.timer = None
         # whether a batch is collected, so that a signal waits at most `PATIENCE`
         self.waits = False
-        # a list with the signal that the ranks have agreed on, or an empty one; None: this process
-        # does not have to agree with other ranks
+        # The signal that takes effect at the end of the block, as a list:
+        # - None: no ranks have to agree on it, so it is the first one in `received`
+        # - []: none, because the ranks have not agreed yet, or no rank had received one; signals in
+        #   `received` wait for the next call of `agree`
+        # - [(number, None)]: this one, which `agree` has found in one of the ranks
         self.agreed = None
         # the time of the first signal; one may be left from the block before
         self.begun = monotonic() if received else -inf
@@ -181,6 +184,8 @@ class _Delay:
 
     def _expire(self, number):
         "The signal has waited for `PATIENCE`. It is sent again, and then takes effect."
+        # The signal that is sent now arrives in `receive` as a later one. With this time, it is not
+        # taken for the same one, however short `PATIENCE` is, and does not wait.
         self.begun = -inf
         if self.waits:
             os.kill(os.getpid(), number)
@@ -202,7 +207,8 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
         yield delay
     except WorkerError:
         # The signal may also have ended the worker or the rank that is lost. Then the signal is
-        # reported, and not the loss.
+        # reported, and not the loss. A lost rank can agree on nothing, so the first signal of this
+        # process takes effect.
         if not delay.received:
             raise
         delay.agreed = None

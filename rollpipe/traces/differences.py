@@ -139,9 +139,9 @@ def _leaf_order(path, is_actors):
     name = path.split("[")[0]
     ranks = [k for k, end in enumerate(_ORDER) if name.endswith(end)]
     if path.startswith(".final") or not ranks:
-        return True, is_actors, 0  # last: True is after False
+        return True, False, 0  # last: True is after False
     is_of_env = ranks[0] < len(_OF_ENV)
-    is_second_group = is_of_env == is_actors
+    is_second_group = is_of_env if is_actors else not is_of_env
     return False, is_second_group, ranks[0]
 
 

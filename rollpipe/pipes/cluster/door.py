@@ -203,7 +203,8 @@ def _start(ray, ending: ExitStack) -> None:
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
 
     # `ending` calls these functions in reverse order: shut Ray down, kill processes that a failed
-    # start has left behind, and forget the guarded processes.
+    # start has left behind, and forget the guarded processes. `unguard` gets the set `guarded`
+    # itself, which is filled when Ray has started. It stays empty if the start fails.
     before = set(descendants(os.getpid()))
     guarded = set()
     ending.callback(unguard, guarded)
@@ -225,6 +226,8 @@ def _start(ray, ending: ExitStack) -> None:
             _temp_dir=folder,
         )
 
+    # Ray's processes would go on if this process were killed. `guard` sees to it that they end with
+    # it.
     guarded |= set(descendants(os.getpid())) - before
     for pid in guarded:
         guard(pid)

@@ -44,8 +44,10 @@ class Arrived(NamedTuple):
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
         """Copy the arrays to this position of a slot.
 
-        In the slot, the item's own arrays begin at `slot.start`. Each array of the layout is there
-        beside those of the other items.
+        A slot has two kinds of memory. `item_memory` has one memory for each item, with the item's
+        own arrays, from the byte `slot.start` on. `layout_memory` has the large arrays of all items
+        (see `Layout`), each beside those of the other items. If the slot has one item, both are the
+        same memory: first the arrays of the layout, then the item's own.
         """
         # Copy the item's own arrays, which are at the end of `data`.
         memory = slot.item_memory[position]

@@ -154,10 +154,12 @@ class Interaction(TickSource):
         envs = self.envs
         fault = None
 
-        # The engine chooses the rows into which the environments write, `env_rows`: these are
-        # `rows`, or rows of its own, which `_engine_end` then copies to `rows`. The present row has
-        # the number `at` in `env_rows`. `calling_step` turns an error of the engine into an error
-        # of the actor's `step`.
+        # Step `t` of these `n` steps leads from one row to the next, in two memories:
+        # - `rows` are the caller's: from row `begin + t` to row `begin + t + 1`.
+        # - `env_rows` are those into which the environments write: from row `at + t` to row
+        #   `at + t + 1`. The engine chooses them: they are `rows`, a part of them, or rows of its
+        #   own, which `_engine_end` then copies to `rows`.
+        # `calling_step` turns an error of the engine into an error of the actor's `step`.
         try:
             env_rows, at = self._engine_begin(rows, begin, n, self.row, self.act, self.hx)
         except Exception:
@@ -238,7 +240,11 @@ class Interaction(TickSource):
                 if t + 1 == len(rows):
                     rows = self.envs.rows()
                     t = 0
-                rows.rows[t] = self.row  # it may be a row of other memory
+
+                # Row `t` is the present row already, unless `rows` are new or a collector had given
+                # rows before. Then the present row is in other memory, and takes this place (see
+                # `Batch.step_into`).
+                rows.rows[t] = self.row
                 self._run(rows, t, 1, collected)
                 t += 1
                 self.row = rows.rows[t]

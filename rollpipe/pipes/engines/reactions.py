@@ -282,7 +282,9 @@ class AnswerCheck:
 
     def _shapes_for(self, n):
         "The shapes of the leaves in an answer for `n` environments, by the first answer."
-        first_shapes = [x.shape for x in nested.leaves(self.first)]
+        # The parts are in the same order as in `check`.
+        first = (self.first["act"], self.first["hx"], self.first["info"])
+        first_shapes = [x.shape for x in nested.leaves(first)]
         self.shapes[n] = [(shape[0], n, *shape[2:]) for shape in first_shapes]
         return self.shapes[n]
 

@@ -418,11 +418,14 @@ class VectorBatch(Batch):
         self.where = where
         self.vec_name = name or type(vec).__name__
         self.claim = Claim()
+        # The `Kept` of the vector, which saves and restores its state; None: it is not kept
         self.one = None if keeper is None else keeper.begin(vec)
         self.agents = _agents_in(vec)
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
-            # It has claimed and checked the vector itself. From now on, it steps this object.
+            # It has claimed and checked the vector itself. From now on, it steps what `played`
+            # returns: a `Played`, which reports resets and steps to `self.one`, if the vector is
+            # kept by repeating them; otherwise the vector itself.
             self.vector.vec = played(vec, self.one, keeper)
             self._prepare(
                 *spaces_of(vec),
@@ -496,8 +499,12 @@ class VectorBatch(Batch):
             self._check_obs(step)
             self._check_rewards(step, rew)
 
-            # `over` is True where an episode ended, or where the step made no transition: it was a
-            # reset, or an agent rested.
+            # Four masks [B]:
+            # - `ends`: this step ended an episode. `_final` and the infos need it.
+            # - `self._resetting`: this step makes no transition, because it is a reset, or an agent
+            #   rests in it. Below it is set for the next step: after an end, NextStep resets.
+            # - `valid`, which is returned: False where `self._resetting` was True.
+            # - `over`, which goes into the row: True where `ends` or `self._resetting` was.
             valid = self._all
             over = ends
             final = {}

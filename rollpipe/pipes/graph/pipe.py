@@ -52,7 +52,9 @@ class Traits:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         # The bases are visited from the oldest on. A base that overrides a method of older bases
-        # ends all promises of these.
+        # ends all promises of these. Say `A` promises `reads = 1`. A subclass that overrides
+        # `A.stream` has the default of `reads`, unless it promises a value itself; one that only
+        # adds a new method still has `reads = 1`.
         names_so_far = set()
         promised = set()  # names in the last base that overrides a method, and in the later bases
         for base in reversed(cls.__mro__):
@@ -309,7 +311,8 @@ def opened(pipe: IterDataPipe) -> Iterator:
 def _watched(items, watch):
     """Yield from `items`, the iterator of a pipe of torch.
 
-    Until its first item arrives, `_waiting` has `watch` for the pipe that will count.
+    Until its first item arrives, `_waiting` has `watch` for the pipe that will count. This is
+    step 1 of the list at `_waiting`.
     """
     before = getattr(_waiting, "watch", None)
     _waiting.watch = watch
@@ -327,7 +330,10 @@ def _watched(items, watch):
 
 
 def _counted_for(watch, items):
-    "Yield from `items`, and count them for the pipe of torch below, whose watch is `watch`."
+    """Yield from `items`, and count them for the pipe of torch below, whose watch is `watch`.
+
+    This is step 3 of the list at `_waiting`.
+    """
     try:
         yield from chain(watch.counted(items), items)
     finally:
@@ -397,7 +403,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         raise NotImplementedError(f"{type(self).__name__} must define stream(self, items)")
 
     def __iter__(self):
-        # Only a pipe right above one of torch finds a watch here, see `_waiting`.
+        # Only a pipe right above one of torch finds a watch here, and takes it away: step 2 of the
+        # list at `_waiting`.
         watch = getattr(_waiting, "watch", None)
         _waiting.watch = None
         return self._run() if watch is None else _counted_for(watch, self._run())
@@ -410,8 +417,9 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         """
         begin = partial(self._items, **options)
         items = begin() if self.timer is None else self.timer.stream(begin)
-        # If the last pipe of a graph is wrapped, the pipes above it start within its block with one
-        # thread, and need no block of their own.
+        # `_in_few_threads` computes with one thread while the items are made, if the networks are
+        # small. The last pipe of a graph begins first. The pipes above it begin within its block.
+        # If the block has set one thread, they find this here, and need no block of their own.
         return items if torch.get_num_threads() == 1 else _in_few_threads(items, self)
 
     def _items(self, items=None, **options):

@@ -163,8 +163,9 @@ class EpisodeCutter:
         begin = [0] * part.n_envs  # the first row of each column's episode
         for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
-            stop = t + 1 if is_step else t
-            k = final_row[t, b]
+            stop = t + 1 if is_step else t  # the first row that is no longer part of the episode
+            row_in_final = final_row[t, b]
+            has_final_row = row_in_final >= 0
             self._add_rows(lane, b, part, steps, slice(begin[b], stop))
             begin[b] = t + 1
             ended = self.open.pop((lane, b), None)
@@ -173,8 +174,8 @@ class EpisodeCutter:
 
             # Set the observation after the last step. If row t is no step, the observation of row t
             # is the last one, and `_add_rows` has set it already.
-            if k >= 0:
-                ended.next_obs = nested.getitem(part.final.obs, k)
+            if has_final_row:
+                ended.next_obs = nested.getitem(part.final.obs, row_in_final)
             elif is_step and self.repeat_last:
                 last_piece_obs, _, _, _ = ended.pieces[-1]
                 ended.next_obs = nested.getitem(last_piece_obs, -1)
@@ -189,7 +190,7 @@ class EpisodeCutter:
                     got="no entry",
                 )
             term = is_step and bool(part.term[t + 1, b])
-            yield ended.episode(term, repeated=is_step and k < 0)
+            yield ended.episode(term, repeated=is_step and not has_final_row)
 
         # Add the rows of the episodes that continue in the next fragment.
         for b, first in enumerate(begin):

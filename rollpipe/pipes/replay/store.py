@@ -162,7 +162,10 @@ class StepLinks:
         first = self.ring.slot(serial[in_ring, 0])
         ahead = self.look_ahead.records[-1 - self.next[last]]
 
-        # Step numbers and observations must agree, except where a new episode may follow.
+        # Step numbers and observations must agree, except where a new episode may follow. Of the
+        # environments whose last step is no longer in the ring, only the step numbers are compared
+        # (`end` has them): the look-ahead row, which has the observation, was released with the
+        # record of that step.
         begins_episode = ahead[self.fin] & (stepno[0, in_ring] == 0)
         must_agree = ~(begins_episode & self.episodes_follow)
         compared = np.ones(len(serial), bool)

@@ -120,6 +120,7 @@ def send_exception(link: Any, e: BaseException, where: str) -> None:
     text, packed = pack_exception(e, where)
     message = ("error", text, packed)
     if isinstance(e, SystemExit):
+        # The receiver passes the rest of the message to `log_warning`, whose `once` is then None.
         message = ("warning", shortened(text))
     try:
         link.send(message)
