@@ -579,7 +579,7 @@ train pppo CartPole-v1 => 'pppo'; did you mean ppo[?].*--import
 list algoritms => 'algoritms'; did you mean algorithms[?]
 list options pppo => Expected ppo, or one of --import, got pppo
 export RUN --to onx => Expected onnx, torchscript, pt2, got 'onx'
-fork RUN --st clip=0.1 --out FORK => unknown argument --st; did you mean --set[?]
+fork RUN --st clip=0.1 --out FORK => unknown argument --st; did you mean --steps or --set[?]
 tune ppo CartPole-v1 --trails 3 => unknown argument --trails; did you mean --trials
 evaluate RUN --episode 3 => unknown argument --episode; did you mean --episodes[?]
 train ppo CartPole-v1 --preset cartpole-V1 => no preset.*Expected CartPole-v1, auto
@@ -635,7 +635,7 @@ train ppo CartPole-v1 --overwite => did you mean --overwrite[?]
 train sac Pendulum-v1 --ent-coef 0.1 => did you mean --temperature[?]
 train sac CartPole-v1 => Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)
 train dqn Pendulum-v1 => Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, crossq, td3, ddpg, got Box
-train ppo Point-v0 => Expected an id of gymnasium's registry; or .*--import MODULE.*'MODULE:Point-v0'
+train ppo Qzxvk-v0 => Expected an id of gymnasium's registry; or .*--import MODULE.*'MODULE:Qzxvk-v0'
 train ppo Point-v0 --import point.py => --import point.py: a file name .* did you mean point[?] Python looks
 train ppo Point-v0 --import ./sub/point.py => did you mean sub.point[?]
 train ppo Own-v0 => which a module registers .*--import MODULE.*'MODULE:Own-v0'

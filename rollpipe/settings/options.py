@@ -269,8 +269,8 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
     """The options that a user may mean by an unknown name.
 
     If other libraries use this name, these are our names of the same options. Otherwise they are
-    the options whose names begin as this one, such as `lr` for `lrate`. If there are none, they are
-    those with the most similar names.
+    the options whose names begin as this one, such as `lr` for `lrate`, and very similar ones. If
+    there are none, they are those with the most similar names.
 
     Args:
         name: the unknown name
@@ -285,7 +285,10 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
     # Options of which one name is the beginning of the other. A single letter says nothing.
     akin = [x for x in known if x.startswith(name) or name.startswith(x)]
     akin = [x for x in akin if min(len(x), len(name)) > 1]
-    return similar(name, akin, n, cutoff=0.0) or similar(name, known, n)
+    if not akin:
+        return similar(name, known, n)
+    others = similar(name, known, n, cutoff=0.7)
+    return list(dict.fromkeys(similar(name, akin, n, cutoff=0.0) + others))[:n]
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:
