@@ -133,9 +133,9 @@ def test_a_habit_does_not_spread(habit):
 
 @pytest.mark.parametrize("habit", MOST)
 def test_the_numbers_are_those_of_today(habit):
-    "So that what was gained is not lost again."
+    "So that what was gained is not lost again. Trees of other Pythons may have a node less on a line."
     n_places = len(places()[habit])
-    assert n_places >= 0.9 * MOST[habit], f"{habit}: lower its number to {n_places}"
+    assert n_places >= 0.9 * MOST[habit] - 1, f"{habit}: lower its number to {n_places}"
 
 
 def test_paragraphs_say_what_they_are_for():

@@ -11,7 +11,7 @@ from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import MetricFiles, Observer, Wish, observed, resume, start, train, training
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.mailbox import ask
+from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.settings.config import make_config
 
 
@@ -216,7 +216,8 @@ def test_a_signal_waits_for_an_update_and_not_for_the_last_stage(tmp_path):
     assert reached == [1] and load_run(tmp_path / "b").counters["updates"] == 1
 
 
-def test_an_edit_ends_them_and_begins_them_with_the_run_that_goes_on(tmp_path):
+def test_an_edit_ends_them_and_begins_them_with_the_run_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(Mailbox, "EVERY", 0.0)  # it looks after each update, however quick
     events = []
 
     def edit(run, record):

@@ -344,7 +344,12 @@ def test_a_file_may_begin_with_a_byte_order_mark(name, text, tmp_path):
         ("own.json", b"[1]", "own.json: holds no options"),
         ("own.json", b'{"lr":\n%b}' % DEEP, "own.json: nested too deep, in line 2"),
         ("own.toml", b"steps = 64\n\nlr = " + DEEP, "own.toml: nested too deep, in line 3"),
-        ("own.toml", b"a." * 2_000 + b"b = 1", "own.toml: nested too deep, in line 1"),
+        # Newer Pythons read it, and then there is no such option.
+        (
+            "own.toml",
+            b"a." * 2_000 + b"b = 1",
+            "own.toml(: nested too deep, in line 1|, table a: there is no option)",
+        ),
         ("own.json", b'{"env": "\\ud800"}', "own.json: not JSON .*surrogates"),
         ("own.toml", b"\xff\xfe", "own.toml: not a text in UTF-8"),
     ],
