@@ -1,6 +1,6 @@
 """Which option of PPO matters first: one option at a time is four times as large, or a quarter (gamma: 0.9 and 0.999), on five tasks.
 
-    rollpipe bench benchmarks/specs/first_options.toml --jobs 2      # 135 runs of 60 000 steps, about 50 minutes of one core
+    rollpipe bench benchmarks/specs/first_options.toml --jobs 2      # 135 runs of 60 000 steps, an hour of one core, beside other work
     python benchmarks/first_options.py runs/first_options
 
 A cell is the mean return of the last policies of three seeds, with the smallest and the largest mean of a seed. The score of a run is 0 for

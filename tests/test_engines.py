@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import pickle
 import random
+import sys
 import weakref
 from argparse import Namespace
 from collections import deque
@@ -398,8 +399,9 @@ def test_an_actor_that_changes_to_another_dtype():
         next(items)
     actor.double()
     refusal = r"the actor changes a dtype. Expected float32 \[1, 3, 3\], got float64 \[1, 3, 3\]"
-    too_old = "NotImplemented.*FusedMatMul"  # ONNX Runtime 1.23, the last one for Python 3.10
-    with pytest.raises(ActorError, match=f"{refusal}|{too_old}") as e:
+    if sys.version_info < (3, 11):  # its last ONNX Runtime, 1.23, cannot multiply these matrices
+        refusal = "NotImplemented.*FusedMatMul"
+    with pytest.raises(ActorError, match=refusal) as e:
         next(stream)
     assert e.value.lane == 0
     came = next(auto)

@@ -4,6 +4,7 @@ Lower a number of `MOST` when fewer places are left. CONTRIBUTING.md says what t
 """
 
 import ast
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -133,9 +134,10 @@ def test_a_habit_does_not_spread(habit):
 
 @pytest.mark.parametrize("habit", MOST)
 def test_the_numbers_are_those_of_today(habit):
-    "So that what was gained is not lost again. Trees of other Pythons may have a node less on a line."
+    "So that what was gained is not lost again."
     n_places = len(places()[habit])
-    assert n_places >= 0.9 * MOST[habit] - 1, f"{habit}: lower its number to {n_places}"
+    spare = sys.version_info >= (3, 13)  # a line has one node less there
+    assert n_places >= 0.9 * MOST[habit] - spare, f"{habit}: lower its number to {n_places}"
 
 
 def test_paragraphs_say_what_they_are_for():

@@ -5,6 +5,7 @@ import fnmatch
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -327,6 +328,9 @@ def test_a_file_that_is_wrong_is_refused(line, tmp_path, capsys):
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
+TOO_MANY_DOTS = "own.toml: nested too deep, in line 1"
+if sys.version_info >= (3, 13):  # it reads them, and then there is no such option
+    TOO_MANY_DOTS = "own.toml, table a: there is no option"
 
 
 @pytest.mark.parametrize("name, text", [("own.toml", "lr = 1\r\n"), ("own.json", '{"lr": 1}')])
@@ -344,12 +348,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(name, text, tmp_path):
         ("own.json", b"[1]", "own.json: holds no options"),
         ("own.json", b'{"lr":\n%b}' % DEEP, "own.json: nested too deep, in line 2"),
         ("own.toml", b"steps = 64\n\nlr = " + DEEP, "own.toml: nested too deep, in line 3"),
-        # Newer Pythons read it, and then there is no such option.
-        (
-            "own.toml",
-            b"a." * 2_000 + b"b = 1",
-            "own.toml(: nested too deep, in line 1|, table a: there is no option)",
-        ),
+        ("own.toml", b"a." * 2_000 + b"b = 1", TOO_MANY_DOTS),
         ("own.json", b'{"env": "\\ud800"}', "own.json: not JSON .*surrogates"),
         ("own.toml", b"\xff\xfe", "own.toml: not a text in UTF-8"),
     ],

@@ -224,30 +224,30 @@ class _InfosOfEpisodes:
         self.names = tuple(names)
         self.known = set()  # names that an environment has reported
 
-        # Of the present episodes
-        shape = len(self.names), n_envs
-        self.counts = np.zeros(shape, int)
-        self.sums = np.zeros(shape)
-        self.last = np.full(shape, np.nan)
+        # Of the present episodes; the length of a sum is the number of steps that reported the info
+        self.sums = [EpisodeSums(n_envs) for _ in self.names]
+        self.last = np.full((len(self.names), n_envs), np.nan)
 
     def add(self, tick):
         "Account for one step."
         for k, name in enumerate(self.names):
             numbers, is_reported = info_numbers(tick.env, tick.valid, name)
-            self.counts[k] += is_reported
-            self.sums[k] += numbers
+            self.sums[k].add(numbers, is_reported)
             self.last[k] = np.where(is_reported, numbers, np.nan)
             if is_reported.any():
                 self.known.add(name)
 
     def end(self, b) -> np.ndarray:
         "Means, sums and last numbers of the episode that has ended in environment `b`, `[3, n]`."
-        with np.errstate(invalid="ignore"):
-            means = self.sums[:, b] / self.counts[:, b]  # nan where nothing was reported
-        numbers = np.stack([means, self.sums[:, b], self.last[:, b]])
-        self.counts[:, b] = 0
-        self.sums[:, b] = 0
-        return numbers
+        totals = np.array([sums.ret[b] for sums in self.sums])
+        counts = np.array([sums.length[b] for sums in self.sums])
+        means = np.full(len(self.names), np.nan)
+        np.divide(totals, counts, out=means, where=counts > 0)
+
+        # The next episode begins in this environment alone.
+        for sums in self.sums:
+            sums.end(np.arange(len(sums.ret)) == b)
+        return np.stack([means, totals, self.last[:, b]])
 
     def by_name(self, episodes) -> dict:
         """Name -> float64 [n_episodes].

@@ -413,10 +413,9 @@ class EvaluationsBySteps(Observer):
         # The evaluation, from its line
         returns = np.array(now[-1]["returns"])
         lengths = np.array(now[-1]["lengths"])
-        evaluation = Evaluation(returns, lengths, np.zeros(len(returns), bool))
-        metrics = Evaluated(version_of(run.agent.actor), evaluation, 0.0).metrics
-        infos = now[-1].get("info", {})
-        return metrics | {f"eval_info/{name}": mean for name, mean in infos.items()}
+        infos = {name: np.array([mean]) for name, mean in now[-1].get("info", {}).items()}
+        evaluation = Evaluation(returns, lengths, np.zeros(len(returns), bool), infos=infos)
+        return Evaluated(version_of(run.agent.actor), evaluation, 0.0).metrics
 
     def _evaluated_if_due(self):
         "Evaluate the present policy if that is due. Returns its metrics."
