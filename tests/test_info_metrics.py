@@ -46,7 +46,16 @@ class Reports(gym.Env):
         return np.zeros(2, np.float32), 1.0, is_over, False, info
 
 
+class ReportsSuccess(Reports):
+    "It is silent about an episode that is not solved."
+
+    def step(self, action):
+        *answer, info = super().step(action)
+        return *answer, {"solved": True} if info.get("solved") else {}
+
+
 gym.register("Reports-v0", Reports)
+gym.register("ReportsSuccess-v0", ReportsSuccess)
 
 
 def expected(n_updates, n_steps=N_STEPS):
@@ -207,6 +216,14 @@ def test_evaluations_have_the_infos_too(eval_every, n_evaluations, tmp_path, cap
     # Also those of the command line
     assert rollpipe("evaluate", folder, "--episodes", "12", "--seed", "0") == 0
     assert "info/solved_last: 0.6667" in capsys.readouterr().out
+
+
+def test_a_rate_of_some_episodes_names_their_number(tmp_path, capsys):
+    options = dict(n_envs=2, n_steps=N_STEPS, hidden=(4,))
+    config = make_config("ppo", "ReportsSuccess-v0", options, steps=14, info="solved")
+    folder = trained(tmp_path / "run", config)
+    assert rollpipe("evaluate", folder, "--episodes", "12", "--seed", "0") == 0
+    assert "info/solved_last: 1 (of 8 of 12 episodes)" in capsys.readouterr().out
 
 
 def test_data_have_no_infos(tmp_path):

@@ -11,6 +11,8 @@ from argparse import Namespace
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
+
 from ..agents.checkpoint import Checkpoint
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..pipes.data.errors import DataError, EnvError
@@ -384,7 +386,10 @@ def evaluate_command(
     )
     print(evaluation)
     for name, mean in evaluation.info_means.items():
-        print(f"info/{name}: {mean:.4g}")
+        # A success that is never reported as False would look like a rate of 1.
+        n_have = int((~np.isnan(evaluation.infos[name])).sum())
+        of_some = f" (of {n_have} of {len(evaluation.returns)} episodes)"
+        print(f"info/{name}: {mean:.4g}{of_some if n_have < len(evaluation.returns) else ''}")
     if record:
         print(f"film: {record}")
 
