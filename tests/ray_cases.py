@@ -74,12 +74,13 @@ class TwoNodes:
 
     @staticmethod
     def kill(node):
-        "End a node as if its machine had failed."
+        "End a node as if its machine had failed. A node that has ended stays so."
         for kind, processes in node.all_processes.items():
             if "raylet" not in kind:
                 continue
-            os.kill(processes[0].process.pid, signal.SIGKILL)
-            processes[0].process.wait(10)
+            raylet = processes[0].process
+            raylet.kill()
+            raylet.wait(10)
 
 
 @contextmanager
