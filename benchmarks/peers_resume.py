@@ -9,7 +9,7 @@ After each update there is a record: the sum of the observations since the last 
 have the first records of the first one, or else the library does not repeat itself here. One that continues exactly has its last ones.
 
 Options that would change with the planned number of updates, such as rates that fall, are constant. CleanRL has no checkpoints; its page on
-resuming saves the weights of the agent, which is done here with the loop of `peer_cleanrl.py`, written anew in its style.
+resuming saves the weights of the agent, which is done here with the loop of `cleanrl_style.py`, written anew in its style.
 """
 
 import argparse
@@ -295,9 +295,9 @@ def torchrl(algorithm, env, n, old, new):
 
 
 def cleanrl(algorithm, env, n, old, new):
-    from peer_cleanrl import Loop
+    from cleanrl_style import PPOLoop
 
-    loop = Loop(env, SEED)
+    loop = PPOLoop(env, SEED)
     if old:
         loop.agent.load_state_dict(torch.load(old / "agent.pt"))
     ledger.begin(loop.agent.parameters())
