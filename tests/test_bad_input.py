@@ -81,9 +81,9 @@ from rollpipe.pipes.recording.replayer import parts_in
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.workers.reading import ProcessReading
 from rollpipe.runs import resume, start, train
-from rollpipe.runs.asking import view
 from rollpipe.runs.changes import options_in
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.mailbox import view
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import make_config
 

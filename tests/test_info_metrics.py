@@ -11,8 +11,8 @@ from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import rollouts
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import fork, make_config, read_metrics, resume, start, train
-from rollpipe.runs.asking import view
 from rollpipe.runs.evaluations import read_evaluations
+from rollpipe.runs.mailbox import view
 from rollpipe.runs.moments import verify
 
 N_STEPS = 7

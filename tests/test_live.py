@@ -18,9 +18,8 @@ from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.profiling.report import LEARNER, Profile
 from rollpipe.results.live import Live
 from rollpipe.runs import Wish, open_run, start
-from rollpipe.runs.asking import view
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.mailbox import Mailbox
+from rollpipe.runs.mailbox import Mailbox, view
 from rollpipe.settings.config import make_config
 
 LONG = "a <run> whose name is so long that a narrow window has to break it"
@@ -271,9 +270,10 @@ def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
         if len(shown) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("rollpipe.runs.asking.sleep", interrupt)
     run = open_run(going.folder)
-    run.live()
+    with monkeypatch.context() as patched:
+        patched.setattr("rollpipe.runs.mailbox.sleep", interrupt)
+        run.live()
     assert len(shown) == len(cleared) == 2
     assert all("a process trains it" in x and "<svg" in x for x in shown)
     run.ask(steps=going.counters["steps"] + 6400)

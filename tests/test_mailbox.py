@@ -30,12 +30,11 @@ from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 from rollpipe.results.live import Live
 from rollpipe.runs import Wish, fork, load_agent, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module
-from rollpipe.runs.asking import view
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.mailbox import Mailbox, ask
+from rollpipe.runs.mailbox import Mailbox, ask, view
 from rollpipe.runs.moments import diff, verify
 from rollpipe.settings.config import allow_edits
 from rollpipe.traces.history import History, config_at, in_words, read_request

@@ -19,7 +19,7 @@ from ..results.bench import bench_command
 from ..results.experiments import train_or_experiment
 from ..results.live import live_command
 from ..results.report import report_command
-from ..runs.asking import edit_command
+from ..runs.changes import edit_command
 from rollpipe.runs.commands import (
     TYPED_OPTIONS,
     Interrupted,

@@ -19,9 +19,8 @@ from urllib.parse import parse_qs
 
 from ..pipes.data.errors import PipeError
 from .report import document
-from ..runs.asking import open_run, view
 from ..runs.changes import WISHES, options_in
-from ..runs.mailbox import ask
+from ..runs.mailbox import ask, open_run, view
 
 # %% auto #0
 __all__ = ['Live', 'live_command']

@@ -1,10 +1,10 @@
 """Trainings in folders: they are started, continued, recorded, evaluated and exported."""
 
-from .asking import open_run
 from .folder import Run, resume, start
 from .fork import fork
 from .logs import MetricFiles, Progress, read_metrics
 from .loops import resumed, saved
+from .mailbox import open_run
 from .moments import replayed_run, verify
 from .pack import load_agent, pack
 from .training import Observer, Wish, observed, train

@@ -21,7 +21,7 @@ from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.pipe import numbered
 from ..pipes.keeping.random_states import GlobalRandomStates
 from .folder import Run, after_event, load_run, rebuilt
-from .mailbox import Mailbox
+from .mailbox import Mailbox, ask, open_run
 from .signals import Stopped, uninterrupted
 from .states import check_order, kept_states, lacking_pipes, why_inexact
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
@@ -34,12 +34,13 @@ from rollpipe.settings.config import (
     with_steps,
 )
 from ..settings.files import Resolved, check_address, checked
-from ..settings.options import Option, parse_options, shown
+from ..settings.options import Option, parse_env_kwargs, parse_options, shown
 from ..traces.fingerprint import fingerprint
 from ..traces.history import in_words
 
 # %% auto #0
-__all__ = ['WISHES', 'options_in', 'changed_run', 'take_over', 'edited_run', 'check_wish', 'make_edit', 'made_again', 'attended']
+__all__ = ['WISHES', 'options_in', 'changed_run', 'take_over', 'edited_run', 'check_wish', 'make_edit', 'made_again', 'attended',
+           'edit_command']
 
 # %% ../../nbs/runs/09_changes.ipynb #8c52bf5e
 def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
@@ -410,3 +411,56 @@ def _done(run: Run, do: str | None) -> str:
         return f"{folder} has {in_words(run.history.edits[-1])} after update {n}"
     texts = dict(pause="is paused", go_on="goes on", save="is saved", stop="is saved, and stops,")
     return f"{folder} {texts[do]} after update {n}"
+
+# %% ../../nbs/runs/09_changes.ipynb #ddf6c782
+def edit_command(
+    run: str,
+    changes: Sequence = (),
+    insert: str | None = None,
+    pause: bool = False,
+    go_on: bool = False,
+    save: bool = False,
+    stop: bool = False,
+    timeout: float = 60.0,
+    imports: Sequence = (),
+) -> None:
+    """Ask a training, and print its answers. Raises `DataError` for the first wish that is refused.
+
+    Args:
+        run: folder of a run that trains
+        changes: options that are others from now on, each as NAME=VALUE
+        insert: MODULE:EDIT[,NAME=VALUE]: a function pipe -> pipe, with arguments, of an --import
+            MODULE
+        pause: wait after this update
+        go_on: end the pause
+        save: write a checkpoint
+        stop: save and end
+        timeout: how long to wait for an answer, in seconds
+        imports: modules that the user has named
+    """
+    # The edits come first. The user must name the module of an inserted function.
+    training = open_run(run)
+    wishes: list[dict[str, Any]] = []
+    if changes:
+        wishes.append(dict(set=options_in(changes, run)))
+    if insert:
+        name, *words = insert.split(",")
+        module = name.partition(":")[0]
+        if module not in imports:
+            raise DataError(
+                f"the edit {name!r} needs its module",
+                leaf="--insert",
+                expected=f"--import {module}",
+                got="no such --import",
+            )
+        wishes.append(dict(insert=name, kwargs=parse_env_kwargs(words)))
+
+    # The other requests follow. Each is sent when the one before it is answered.
+    asked = dict(zip(WISHES, (pause, go_on, save, stop), strict=True))
+    wishes += [dict(do=name) for name, is_asked in asked.items() if is_asked]
+    if not wishes:
+        raise DataError(
+            "nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop"
+        )
+    for wish in wishes:
+        print(ask(training.folder, wish, timeout), flush=True)
