@@ -279,9 +279,8 @@ def test_pictures_show_the_moment_after_the_step():
     assert next(iter(Steps(pipe))).image is None
     with pytest.raises(DataError, match=r"env\['picture'\]: no such info"):
         list(Steps(pipe, image="picture"))
-    for env, text in ((Counting(), "draws no pictures"), (gym.make("CartPole-v1"), "rgb_array")):
-        with pytest.raises(EnvError, match=text):
-            WithImage(env)
+    with pytest.raises(EnvError, match="draws no pictures.*rgb_array"):
+        WithImage(gym.make("CartPole-v1"))
 
 
 # --- torch's own loader
