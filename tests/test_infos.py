@@ -1,4 +1,4 @@
-"Infos, from the recorder to the end of a pipeline, against slow ones that look at one number of one environment after the other."
+"Infos, from the recorder to the end of a pipeline, against slow ones that look at single numbers."
 
 import os
 import signal
@@ -63,19 +63,17 @@ numbers = dict(
 
 
 @st.composite
-def stories(draw, change=True):
-    """Infos of some steps, `[step][environment]` a dict of numbers and texts, in which any may be missing, with `valid`, `[step]` arrays.
+def stories(draw):
+    """`(story, valid)`: `story[step][environment]` is a dict of numbers and texts, of which some are missing.
 
-    With `change`, an info that begins as an integer or a float may go on as the other.
+    An info that begins as an integer or a float may go on as the other.
     """
-    kinds = {
-        key: draw(st.sampled_from(sorted(numbers)))
-        for key in draw(st.sets(st.sampled_from("abcd"), min_size=1))
-    }
+    keys = draw(st.sets(st.sampled_from("abcd"), min_size=1))
+    kinds = {key: draw(st.sampled_from(sorted(numbers))) for key in keys}
 
     def value(key, step):
         kind = kinds[key]
-        if change and kind in ("int", "float") and step:
+        if kind in ("int", "float") and step:
             kind = draw(st.sampled_from(["int", "float"]))
         return draw(numbers[kind])
 
@@ -83,41 +81,35 @@ def stories(draw, change=True):
     n_steps = draw(st.integers(1, 6))
     often = draw(st.sampled_from([1, 3, 20]))
     valid = [np.array([bool(draw(st.integers(0, 4))) for _ in range(n)]) for _ in range(n_steps)]
-    return [
-        [
-            {key: value(key, step) for key in kinds if v and draw(st.integers(0, often))}
-            for v in valid[step]
-        ]
-        for step in range(n_steps)
-    ], valid
+
+    def info(step, v):
+        return {key: value(key, step) for key in kinds if v and draw(st.integers(0, often))}
+
+    return [[info(step, v) for v in valid[step]] for step in range(n_steps)], valid
 
 
-def slow(story, valid, keys=None):
+def slow(story, valid):
     "What must be recorded, a dict for each step, found from the whole story so far for each step anew."
-    return [slow_step(story[: step + 1], valid[: step + 1], keys) for step in range(len(story))]
+    return [slow_step(story[: step + 1], valid[: step + 1]) for step in range(len(story))]
 
 
-def slow_step(story, valid, keys):
-    found = {}
-    for key in {
-        key for infos in story for info in infos for key in info if keys is None or key in keys
-    }:
-        begin = next(step for step, infos in enumerate(story) if any(key in info for info in infos))
-        said = [info[key] for infos in story for info in infos if key in info]
-        if isinstance(said[0], str):
+def slow_step(story, valid):
+    record = {}
+    infos = [info for step in story for info in step]
+    for key in set().union(*infos):
+        values = [info[key] for info in infos if key in info]
+        if isinstance(values[0], str):
             continue
-        values = [info.get(key) for info in story[-1]]
-        dtype = np.result_type(*(np.asarray(x).dtype for x in said))
+        dtype = np.result_type(*(np.asarray(x).dtype for x in values))
         filler = np.nan if dtype.kind == "f" else 0
-        found[key] = np.array([filler if x is None else x for x in values], dtype)
-        missed = any(
-            key not in info and v
-            for infos, vs in zip(story[begin:], valid[begin:])
-            for info, v in zip(infos, vs)
-        )
-        if begin or missed:
-            found[f"_{key}"] = np.array([x is not None for x in values])
-    return found
+        record[key] = np.array([info.get(key, filler) for info in story[-1]], dtype)
+
+        # An info has a mask if it came late, or was missed since.
+        is_early = any(key in info for info in story[0])
+        steps = zip(infos, np.concatenate(valid))
+        if not is_early or any(v and key not in info for info, v in steps):
+            record[f"_{key}"] = np.array([key in info for info in story[-1]])
+    return record
 
 
 def same(a, b):
@@ -151,9 +143,8 @@ def test_an_info_that_changes_its_form_names_the_environment(value, known, late)
     if late:
         recorder.record([{}] * 3, every)
     recorder.record([{"x": known}] * 3, every)
-    with pytest.raises(
-        EnvError, match=r"environment 1, leaf info\['x'\]: an info changed its form .*Expected.*got"
-    ):
+    text = r"environment 1, leaf info\['x'\]: an info changed its form .*Expected.*got"
+    with pytest.raises(EnvError, match=text):
         recorder.record([{"x": known}, {"x": value}, {}], every)
 
 
@@ -161,20 +152,18 @@ def test_the_record_has_memory_of_its_own():
     "A vector environment may use its arrays again."
     infos = dict(x=np.zeros(2), at=dict(y=np.zeros((2, 3))))
     every = np.ones(2, bool)
-    recorder = VectorInfos(2)
-    first = recorder.record(infos, ~every, every)
+    record = partial(VectorInfos(2).record, ended=~every, valid=every)
+    first = record(infos)
     for x in nested.leaves(infos):
         x[:] = 7
-    assert (
-        all((x == 0).all() for x in nested.leaves(first))
-        and (recorder.record(infos, ~every, every)["x"] == 7).all()
-    )
+    assert not any(x.any() for x in nested.leaves(first))
+    assert (record(infos)["x"] == 7).all()
+
     mask = np.array([True, False])
-    second = recorder.record(dict(infos, _x=mask), ~every, every)
+    second = record(dict(infos, _x=mask))
     mask[:] = False
-    assert second["_x"].tolist() == [True, False] and recorder.record(infos, ~every, every)[
-        "_x"
-    ].tolist() == [True, True]
+    assert second["_x"].tolist() == [True, False]
+    assert record(infos)["_x"].tolist() == [True, True]
     assert every.all()
 
 
@@ -186,26 +175,27 @@ def test_the_record_has_memory_of_its_own():
 def test_what_environments_use_again_is_recorded_as_it_was(engine, paid, keys):
     def fragments(fresh):
         makes = [partial(Thrifty, paid, fresh, tag=tag) for tag in range(2)]
-        stepper = EnvStepper(
-            makes, MLPPolicy.for_env(Counting, seed=0), seed=0, engine=engine, info_keys=keys
-        )
-        return list(islice(FragmentCollector(stepper, 5), 3))
+        actor = MLPPolicy.for_env(Counting, seed=0)
+        options = dict(seed=0, engine=engine, info_keys=keys)
+        return list(islice(collector(makes, 5, actor, **options), 3))
 
-    found = fragments(False)
-    assert_same(found, fragments(True))
-    for f in found:
-        assert (
-            torch.equal(f.env["n"], f.state.stepno[:-1] + 1)
-            and (f.state.rew[1:] % 100 >= f.env["n"]).all()
-        )
-        assert f.env.keys() == {"n", "place", "parts"} if keys is None else {"n"}
+    recorded = fragments(False)
+    assert_same(recorded, fragments(True))
+    for f in recorded:
+        assert torch.equal(f.env["n"], f.state.stepno[:-1] + 1)
+        assert (f.state.rew[1:] % 100 >= f.env["n"]).all()
+        assert f.env.keys() == ({"n", "place", "parts"} if keys is None else {"n"})
+
+
+def collector(source, n_steps, actor=None, n_envs=None, **options):
+    return FragmentCollector(EnvStepper(source, actor or Idle(), n_envs, **options), n_steps)
 
 
 def test_numbers_that_a_network_computed():
     "They are recorded without their graph."
     one = torch.tensor(1.0, requires_grad=True)
     source = partial(Scripted, pay=lambda env: one * 7, tell=lambda env: {"n": one * env.count})
-    f = next(iter(FragmentCollector(EnvStepper(source, Plain(), seed=0), 5)))
+    f = next(iter(collector(source, 5)))
     assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
     assert (f.state.rew[1:] == 7).all()
 
@@ -215,8 +205,7 @@ def test_an_info_that_is_not_recorded_may_be_anything():
     endless = {}
     endless["me"] = [endless, endless]
     tell = lambda env: {"n": env.count, 7: object(), "endless": endless, "lock": signal}
-    source = partial(Scripted, tell=tell)
-    f = next(iter(FragmentCollector(EnvStepper(source, Plain(), seed=0, info_keys=["n"]), 5)))
+    f = next(iter(collector(partial(Scripted, tell=tell), 5, info_keys=["n"])))
     assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
 
 
@@ -224,8 +213,8 @@ def test_a_dict_that_invents_what_is_asked_for_invents_nothing():
     recorder = SingleInfos(2)
     every = np.ones(2, bool)
     recorder.record([{"x": 1}, {"x": 2}], every)
-    found = recorder.record([defaultdict(int), {"x": 3}], every)
-    assert found["x"].tolist() == [0, 3] and found["_x"].tolist() == [False, True]
+    record = recorder.record([defaultdict(int), {"x": 3}], every)
+    assert record["x"].tolist() == [0, 3] and record["_x"].tolist() == [False, True]
 
 
 # --- what is said
@@ -235,70 +224,45 @@ def warnings_in(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "rollpipe"]
 
 
-class Telling(gym.Env):
-    "Tells in each step what `tell(step)` says. Its episodes have 4 steps."
-
-    observation_space = Box(0, 99, (4,))
-    action_space = Discrete(5)
-
-    def __init__(self, tell):
-        self.tell, self.count = tell, 0
-
-    def look(self):
-        return np.full(4, self.count % 4, np.float32)
-
-    def reset(self, **kwargs):
-        return self.look(), {"reset": 7}
-
-    def step(self, action):
-        self.count += 1
-        over = self.count % 4 == 0
-        return self.look(), 1.0, False, over, self.tell(self.count)
+def telling(tell):
+    "A factory of environments that tell in each step what `tell(step)` says. Episodes have 4 steps."
+    rules = dict(tell=lambda env: tell(env.calls["step"]), tell_first={"reset": 7})
+    return partial(Scripted, [(4, "trunc")], **rules)
 
 
-def ticks(tell, n, **kwargs):
-    return list(islice(EnvStepper([partial(Telling, tell)] * 2, Plain(), **kwargs), n))
+def ticks(tell, n, **options):
+    return list(islice(EnvStepper([telling(tell)] * 2, Plain(), **options), n))
 
 
-def told_name(step):
-    return {"x": step, "name": f"step {step}"}
+NAME = "'name' (it is not numeric: 'step 1')"
 
 
 def test_several_workers_say_once_what_is_left_out(caplog, capfd):
-    pipe = Lanes(
-        FragmentCollector(EnvStepper(partial(Telling, told_name), Plain(), 2), 5), n=4, seed=5
-    )
+    source = telling(lambda step: {"x": step, "name": f"step {step}"})
+    pipe = Lanes(collector(source, 5, n_envs=2), n=4, seed=5)
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         assert all(set(f.env) == {"x"} for f in islice(loader, 8))
-    (said,) = warnings_in(caplog)
-    assert "'name' (it is not numeric: 'step 1')" in said
+    (warning,) = warnings_in(caplog)
+    assert NAME in warning
     assert "not recorded" not in capfd.readouterr().err
 
 
 def test_what_is_left_out_is_said_once(caplog):
     def tell(step):
-        return {"x": step, "name": f"step {step}", "_own": 1} | (
-            {"none": None} if step == 3 else {}
-        )
+        late = {"none": None} if step == 3 else {}
+        return {"x": step, "name": f"step {step}", "_own": 1, **late}
 
-    pipe = Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 5), n=3)
-    for f in islice(pipe, 6):
+    for f in islice(Lanes(collector(telling(tell), 5, n_envs=2), n=3), 6):
         assert set(f.env) == {"x"}
     first, second = warnings_in(caplog)
-    assert (
-        "'name' (it is not numeric: 'step 1')" in first
-        and "'_own' (such names are those of the masks: 1)" in first
-    )
-    assert (
-        "'none' (it is not numeric: None)" in second
-        and "`info_keys`" in first
-        and "'name'" not in second
-    )
+    assert NAME in first and "`info_keys`" in first
+    assert "'_own' (such names are those of the masks: 1)" in first
+    assert "'none' (it is not numeric: None)" in second and "'name'" not in second
+
+    # Nothing is said of what was not chosen.
     caplog.clear()
-    assert (
-        set(ticks(tell, 9, info_keys=["x"])[-1].env) == {"x"}
-        and ticks(tell, 9, info_keys=())[-1].env == {}
-    )
+    assert set(ticks(tell, 9, info_keys=["x"])[-1].env) == {"x"}
+    assert ticks(tell, 9, info_keys=())[-1].env == {}
     assert warnings_in(caplog) == []
 
 
@@ -309,44 +273,40 @@ def test_every_stream_says_it_again(caplog):
 
 
 def test_an_evaluation_records_no_infos_and_says_nothing(caplog):
-    evaluate(partial(Telling, lambda step: {"name": "text"}), Plain(), 2)
+    evaluate(telling(lambda step: {"name": "text"}), Plain(), 2)
     assert warnings_in(caplog) == []
 
 
 def test_an_info_that_was_chosen_and_never_appears_is_said_once(caplog):
-    ticks(lambda step: {"is_success": 1}, 4, info_keys=["is_success"])
-    assert not warnings_in(caplog)
-    ticks(lambda step: {"is_success": 1}, 3, info_keys=["is_sucess"])
-    assert not warnings_in(caplog)
-    found = ticks(
-        lambda step: {"is_sucess": step} if step == 9 else {}, 17, info_keys=["is_sucess"]
-    )
+    for name, n in (("is_success", 4), ("is_sucess", 3)):
+        ticks(lambda step: {"is_success": 1}, n, info_keys=[name])
+        assert not warnings_in(caplog)
+    late = lambda step: {"is_sucess": step} if step == 9 else {}
+    items = ticks(late, 17, info_keys=["is_sucess"])
     [text] = warnings_in(caplog)
     assert "'is_sucess'" in text and "first episode" in text
-    assert [tick.env.get("is_sucess", [None])[0] for tick in found] == [None] * 8 + [9] + [0] * 8
-    vector = EnvStepper(
-        lambda: SyncVectorEnv([partial(Telling, lambda step: {})] * 2), Plain(), info_keys=["never"]
-    )
+    assert [tick.env.get("is_sucess", [None])[0] for tick in items] == [None] * 8 + [9] + [0] * 8
+
     caplog.clear()
-    list(islice(vector, 12))
+    vector = lambda: SyncVectorEnv([telling(lambda step: {})] * 2)
+    list(islice(EnvStepper(vector, Plain(), info_keys=["never"]), 12))
     assert len(warnings_in(caplog)) == 1
 
 
 @pytest.mark.parametrize("vector", [False, True])
 def test_an_info_that_was_chosen_and_appears_late_as_text(vector):
-    makes = [partial(Telling, lambda step: {"late": "text"} if step == 3 else {})] * 2
+    makes = [telling(lambda step: {"late": "text"} if step == 3 else {})] * 2
     source = (lambda: SyncVectorEnv(makes)) if vector else makes
-    told = (
+    text = (
         r"EnvStepper, lane 0.*leaf info\['late'\]: this info cannot be recorded: it is not numeric"
     )
-    with pytest.raises(EnvError, match=told):
+    with pytest.raises(EnvError, match=text):
         list(islice(EnvStepper(source, Plain(), info_keys=["late"]), 5))
 
 
 def test_one_name_is_no_list():
-    with pytest.raises(
-        DataError, match=r"EnvStepper.*info_keys.*Expected \['episode'\], got 'episode'"
-    ):
+    text = r"EnvStepper.*info_keys.*Expected \['episode'\], got 'episode'"
+    with pytest.raises(DataError, match=text):
         next(iter(EnvStepper("CartPole-v1", Plain(), info_keys="episode")))
 
 
@@ -354,7 +314,7 @@ def test_one_name_is_no_list():
 
 
 class Chatty(gym.Env):
-    """Tells anything at any step. The observation `[tag, step]` determines the infos of the next step, see `told`.
+    """Tells anything at any step. The observation `[tag, step]` determines the next infos, see `told`.
 
     `story`: a seed. Episodes have random lengths and ends. What a reset tells must never be recorded.
     """
@@ -383,12 +343,12 @@ class Chatty(gym.Env):
 
 def told(story, tag, step):
     "`(infos, end)` of the step after an observation."
-    info, end = known(story, int(tag), int(step))
-    return {**info}, end
+    info, end = drawn(story, int(tag), int(step))
+    return dict(info), end
 
 
 @cache
-def known(story, tag, step):
+def drawn(story, tag, step):
     "What each environment tells at each step, with its own probability for each key."
     often = np.random.default_rng(story).choice([0.03, 0.3, 0.9, 1.0], 6)
     rng = np.random.default_rng([story, tag, step])
@@ -418,20 +378,17 @@ KEYS = "score", "n", "ok", "at", "episode"
 
 
 def check_record(story, obs, valid, env, keys=KEYS, padded=False):
-    "Check the infos of some steps, number by number. `obs` `[T, B, 2]` are the observations before the steps, `valid` is `[T, B]`."
-    assert set(env) <= {*keys, *(f"_{key}" for key in keys), ENV_REWARD} and all(
-        key[1:] in env for key in env if key.startswith("_")
-    )
+    "Check the infos of steps, number by number. `obs` `[T, B, 2]` was seen before them, `valid` is `[T, B]`."
+    assert set(env) <= {*keys, *(f"_{key}" for key in keys), ENV_REWARD}
+    assert all(key[1:] in env for key in env if key.startswith("_"))
     for t, b in np.ndindex(*valid.shape):
         info = told(story, *obs[t, b].tolist())[0] if valid[t, b] else {}
         for key in keys:
             if key in info:
                 assert key in env and bool(env.get(f"_{key}", valid)[t, b])
-                came = nested.getitem(env[key], (t, b))
-                wanted = nested.map(np.asarray, info[key])
-                assert nested.map(torch.Tensor.tolist, came) == nested.map(
-                    np.ndarray.tolist, wanted
-                )
+                recorded = nested.getitem(env[key], (t, b))
+                expected = nested.map(lambda x: np.asarray(x).tolist(), info[key])
+                assert nested.map(torch.Tensor.tolist, recorded) == expected
             elif key in env:
                 assert not env.get(f"_{key}", valid)[t, b]
                 for x in nested.leaves(env[key]):
@@ -443,9 +400,7 @@ def check_record(story, obs, valid, env, keys=KEYS, padded=False):
 
 def check_fragments(story, fragments, keys=KEYS, padded=False):
     for f in fragments:
-        assert nested.leaves(f.env) == [] or {x.shape[:2] for x in nested.leaves(f.env)} == {
-            f.valid.shape
-        }
+        assert {x.shape[:2] for x in nested.leaves(f.env)} <= {f.valid.shape}
         check_record(story, f.state.obs[:-1], f.valid, f.env, keys, padded)
 
 
@@ -470,12 +425,8 @@ few = st.integers(1, 3)
     keys=st.none() | st.sets(st.sampled_from([*KEYS, "never"])),
 )
 def test_fragments(story, n, n_steps, keys):
-    pipe = FragmentCollector(
-        EnvStepper(
-            makes(story, n), Idle(), seed=story, info_keys=None if keys is None else sorted(keys)
-        ),
-        n_steps,
-    )
+    info_keys = None if keys is None else sorted(keys)
+    pipe = collector(makes(story, n), n_steps, seed=story, info_keys=info_keys)
     fragments = list(islice(pipe, 10))
     check_fragments(story, fragments, KEYS if keys is None else keys)
     for f, g in zip(fragments, fragments[1:]):
@@ -485,7 +436,7 @@ def test_fragments(story, n, n_steps, keys):
 @stream
 @given(story=seeds, n=few, period=st.integers(2, 7))
 def test_environments_that_rest(story, n, period):
-    pipe = FragmentCollector(EnvStepper(makes(story, n), Idle(), seed=story, sticky=period), period)
+    pipe = collector(makes(story, n), period, seed=story, sticky=period)
     fragments = list(islice(pipe, 8))
     check_fragments(story, fragments)
     infos = [told(story, *obs)[0] for f in fragments for obs in f.state.obs[:-1][f.valid].tolist()]
@@ -497,22 +448,14 @@ def test_environments_that_rest(story, n, period):
 @stream
 @given(story=seeds, n=few, mode=st.sampled_from([*AutoresetMode]), n_steps=st.integers(1, 8))
 def test_vector_environments(story, n, mode, n_steps):
-    fragments = list(
-        islice(
-            FragmentCollector(EnvStepper(vector(story, n, mode), Idle(), seed=story), n_steps), 10
-        )
-    )
-    check_fragments(story, fragments)
+    check_fragments(story, islice(collector(vector(story, n, mode), n_steps, seed=story), 10))
 
 
 @stream
 @given(story=seeds, n=few, mode=st.sampled_from([AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]))
 def test_a_vector_gives_the_fragments_of_single_environments(story, n, mode):
-    a, b = (
-        list(map(snapshot, islice(FragmentCollector(EnvStepper(source, Idle(), seed=story), 5), 6)))
-        for source in (vector(story, n, mode), makes(story, n))
-    )
-    assert_same(a, b)
+    pair = (collector(x, 5, seed=story) for x in (vector(story, n, mode), makes(story, n)))
+    assert_same(*(list(map(snapshot, islice(pipe, 6))) for pipe in pair))
 
 
 @pytest.mark.slow
@@ -527,34 +470,29 @@ def test_whole_episodes(story, n, batch, pad, lanes, below):
     else:
         pipe = Lanes(EpisodeCollector(ticks, batch, pad=pad), lanes, seed=story)
     items = list(islice(pipe, 12))
-    check_fragments(story, items if pad else [f for item in items for f in item], padded=pad)
-    check_fragments(
-        story, [pad_episodes([f for item in items for f in ([item] if pad else item)])], padded=True
-    )
+    fragments = items if pad else [f for item in items for f in item]
+    check_fragments(story, fragments, padded=pad)
+    check_fragments(story, [pad_episodes(fragments)], padded=True)
 
 
 @pytest.mark.slow
 @stream
 @given(story=seeds, n=few, lanes=few, data=st.data())
 def test_batches_their_parts_and_minibatches(story, n, lanes, data):
-    pipe = Lanes(FragmentCollector(EnvStepper(makes(story, n), Idle()), 4), lanes, seed=story)
+    pipe = Lanes(collector(makes(story, n), 4), lanes, seed=story)
     stacked = FragmentStacker(pipe, data.draw(st.integers(1, 5)))
     for batch in islice(stacked, 6):
-        check_fragments(story, [batch])
-        index = torch.tensor(
-            data.draw(
-                st.lists(st.integers(0, batch.n_envs - 1), min_size=1, max_size=4, unique=True)
-            )
-        )
-        check_fragments(
-            story, [columns(batch, index), transitions(batch, torch.arange(batch.valid.numel()))]
-        )
+        environments = st.integers(0, batch.n_envs - 1)
+        index = data.draw(st.lists(environments, min_size=1, max_size=4, unique=True))
+        every_step = torch.arange(batch.valid.numel())
+        parts = columns(batch, torch.tensor(index)), transitions(batch, every_step)
+        check_fragments(story, [batch, *parts])
     check_fragments(story, islice(Minibatcher(stacked, 3, seed=0), 12))
 
 
 def in_a_replay(story, n, lanes, capacity, length, path=None):
     "Every sample has what was told, however often infos have appeared since its steps were stored."
-    pipe = Lanes(FragmentCollector(EnvStepper(makes(story, n), Idle()), 5), lanes, seed=story)
+    pipe = Lanes(collector(makes(story, n), 5), lanes, seed=story)
     memory = ReplayMemory(capacity, length=length, seed=0, path=path)
     for f in islice(pipe, 15):
         memory.add(f)
@@ -584,36 +522,23 @@ def test_replay(story, n, lanes, capacity, length, is_mapped, tmp_path_factory):
     in_a_replay(story, n, lanes, capacity, length, path)
 
 
-class Halves(gym.Env):
-    "Reports the number of its step, or half of it from the step `begin` on; `begin` is drawn at the first reset."
+def number_or_half(env):
+    "The number of a step, or half of it from a step on that is drawn at the first reset."
+    if env.calls["step"] == 1:
+        env.begin_of_halves = int(env.np_random.integers(8, 40))
+    number = env.calls["step"]
+    return number if number < env.begin_of_halves else number / 2
 
-    observation_space = Box(-1, 1, (1,))
-    action_space = Discrete(2)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.t, self.begin = 0, int(self.np_random.integers(8, 40))
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.t += 1
-        number = self.t if self.t < self.begin else self.t / 2
-        return (
-            np.full(1, self.t / 100, np.float32),
-            float(number),
-            self.t % 7 == 0,
-            False,
-            {"number": number, "deep": {"number": number}},
-        )
+def both_numbers(env):
+    return {"number": number_or_half(env), "deep": {"number": number_or_half(env)}}
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_a_replay_goes_on_when_an_integer_goes_on_as_a_float(lanes, is_mapped, tmp_path):
-    pipe = FragmentStacker(
-        Lanes(FragmentCollector(EnvStepper(Halves, Idle(), 2), 5), lanes, seed=0), lanes
-    )
+    halves = partial(Scripted, [(7, "term")], pay=number_or_half, tell=both_numbers)
+    pipe = FragmentStacker(Lanes(collector(halves, 5, n_envs=2), lanes, seed=0), lanes)
     memory = ReplayMemory(1000, seed=0, path=tmp_path if is_mapped else None)
     dtypes = []
     for f in islice(pipe, 10):
@@ -622,35 +547,27 @@ def test_a_replay_goes_on_when_an_integer_goes_on_as_a_float(lanes, is_mapped, t
         dtypes.append(sample.env["number"].dtype)
         for x in (sample.env["number"], sample.env["deep"]["number"]):
             assert torch.equal(x.float(), sample.state.rew[1:])
-    assert (
-        dtypes[0] == torch.int64
-        and dtypes[-1] == torch.float64
-        and len(memory) == 10 * 5 * 2 * lanes
-    )
+    assert (dtypes[0], dtypes[-1]) == (torch.int64, torch.float64)
+    assert len(memory) == 10 * 5 * 2 * lanes
 
 
 @settings(deadline=None, max_examples=8)
 @given(story=seeds, lanes=few)
 def test_manual_loops(story, lanes):
-    fragments = []
     with startup(prepare(makes(story, 2), Idle(), 4, seed=story)) as ctx:
-        fragments += [collect(ctx) for _ in range(6)]
-    check_fragments(story, fragments)
+        check_fragments(story, [collect(ctx) for _ in range(6)])
     with context(makes(story, 2), seed=story) as ctx:
         for _ in range(12):
             obs = ctx.state.obs
             out = ctx.step(torch.zeros(1, 2, dtype=torch.int64))
-            info = nested.map(lambda x: torch.from_numpy(x)[None], out.info)
-            check_record(
-                story, torch.from_numpy(obs)[None], torch.from_numpy(out.valid)[None], info
-            )
+            rows = (obs, out.valid, out.info)
+            check_record(story, *nested.map(lambda x: torch.from_numpy(x)[None], rows))
 
 
 def piped(story, lanes):
     ticks = RewardScaler(EnvStepper(makes(story, 2), Idle()))
-    return FragmentStacker(
-        Lanes(RewardScaler(FragmentCollector(ticks, 4)), lanes, seed=story), lanes
-    )
+    fragments = RewardScaler(FragmentCollector(ticks, 4))
+    return FragmentStacker(Lanes(fragments, lanes, seed=story), lanes)
 
 
 @pytest.mark.slow_but_one
@@ -660,25 +577,22 @@ def test_the_stream_does_not_depend_on_the_workers(story, options):
     serial = list(map(snapshot, islice(piped(story, 3), 12)))
     check_fragments(story, islice(piped(story, 3), 12))
     for workers in (0, 1, 2):
-        with DataLoader2(
-            piped(story, 3), reading_service=ProcessReading(workers, **options if workers else {})
-        ) as loader:
+        service = ProcessReading(workers, **options if workers else {})
+        with DataLoader2(piped(story, 3), reading_service=service) as loader:
             assert_same(list(map(snapshot, islice(loader, 12))), serial)
 
 
 def test_large_infos_that_appear_late_come_out_of_the_workers():
-    "The workers put arrays of this size into the places of a layout, which is made when the first batches have arrived."
+    "The workers put arrays of this size into the places of a layout, which is made after the first batches."
 
     def tell(step):
         is_told = step > 18 or step % 4 == 3 and step > 9
         return {"large": np.full((200, 200), step, np.float32)} if is_told else {}
 
-    source = partial(Telling, tell)
-    pipe = Lanes(FragmentCollector(EnvStepper(source, Plain(), 2), 4), 2, seed=0)
-    pipe = FragmentStacker(pipe, 2)
+    pipe = FragmentStacker(Lanes(collector(telling(tell), 4, n_envs=2), 2, seed=0), 2)
     serial = list(map(snapshot, islice(pipe, 7)))
-    told = [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial]
-    assert told == [None, None, 4, 4, 8, 16, 16]
+    n_told = [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial]
+    assert n_told == [None, None, 4, 4, 8, 16, 16]
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         assert_same(list(map(snapshot, islice(loader, 7))), serial)
 
@@ -698,14 +612,12 @@ def test_lanes_that_begin_anew_record_the_same_infos():
 
 
 def test_steps_without_an_image():
-    def tell(env):
-        picture = np.full((2, 2, 3), env.calls["step"], np.uint8)
-        return {} if env.calls["step"] == 3 else {"image": picture}
+    def tell(step):
+        return {} if step == 3 else {"image": np.full((2, 2, 3), step, np.uint8)}
 
-    source = partial(Scripted, [(4, "trunc")], tell=tell)
-    steps = Steps(FragmentCollector(EnvStepper([source] * 2, Plain()), 5), image="image")
-    found = [s.image if s.image is None else int(s.image[0, 0, 0]) for s in islice(steps, 20)]
-    assert found[::2] == [1, 2, None, *range(4, 11)]
+    steps = islice(Steps(collector(telling(tell), 5, n_envs=2), image="image"), 20)
+    pixels = [s.image if s.image is None else int(s.image[0, 0, 0]) for s in steps]
+    assert pixels[::2] == [1, 2, None, *range(4, 11)]
 
 
 # --- the statistics of episodes that gymnasium reports
@@ -715,57 +627,45 @@ def recorded(length):
     return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=length))
 
 
-def statistics(pipe):
-    "`(lane, environment, return, length)` of the ends, from the infos of a stream of fragments, and from the library's own statistics."
+def check_statistics(n_least, source, **options):
+    "The infos of a stream tell the ends of episodes as the library's own statistics do."
     ends = []
-    found = []
+    reported = []
+    pipe = collector(source, 7, seed=0, **options)
     for f in islice(EpisodeStats(pipe, sink=ends.append), 12):
-        for t, b in (f.env["_episode"] & f.valid).nonzero().tolist() if "episode" in f.env else ():
-            found.append(
-                (
-                    int(f.lane[b]),
-                    b,
-                    float(f.env["episode"]["r"][t, b]),
-                    int(f.env["episode"]["l"][t, b]),
-                )
-            )
-        if "episode" in f.env:
-            assert torch.equal(f.env["_episode"], f.state.fin[1:] & f.valid)
-    return found, [(end.lane, end.env, end.ret, end.length) for end in ends]
+        if "episode" not in f.env:
+            continue
+        assert torch.equal(f.env["_episode"], f.state.fin[1:] & f.valid)
+        for t, b in f.env["_episode"].nonzero().tolist():
+            episode = nested.map(lambda x, at=(t, b): x[at].item(), f.env["episode"])
+            reported.append((int(f.lane[b]), b, episode["r"], episode["l"]))
+    assert reported == [(end.lane, end.env, end.ret, end.length) for end in ends]
+    assert len(reported) > n_least
 
 
 @pytest.mark.parametrize("keys", [None, ["episode"]])
 @pytest.mark.parametrize("source", ["single", *AutoresetMode])
 def test_the_statistics_of_gymnasium(source, keys):
-    makes = [partial(recorded, 12), partial(recorded, 30), partial(recorded, 500)]
+    makes = [partial(recorded, n) for n in (12, 30, 500)]
     source = makes if source == "single" else partial(SyncVectorEnv, makes, autoreset_mode=source)
-    found, expected = statistics(
-        FragmentCollector(EnvStepper(source, Idle(), seed=0, info_keys=keys), 7)
-    )
-    assert found == expected and len(found) > 15
+    check_statistics(15, source, info_keys=keys)
+
+
+CART = partial(gym.make, "CartPole-v1")
+VectorStatistics = gym.wrappers.vector.RecordEpisodeStatistics
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_the_statistics_of_a_vector(mode):
-    def source():
-        carts = SyncVectorEnv([partial(gym.make, "CartPole-v1")] * 2, autoreset_mode=mode)
-        return gym.wrappers.vector.RecordEpisodeStatistics(carts)
-
-    found, expected = statistics(FragmentCollector(EnvStepper(source, Idle(), seed=0), 7))
-    assert found == expected and len(found) > 10
+    carts = partial(SyncVectorEnv, [CART] * 2, autoreset_mode=mode)
+    check_statistics(10, lambda: VectorStatistics(carts()))
 
 
 def test_statistics_of_a_vector_that_gymnasium_would_lose():
-    "gymnasium's vectors take `reset_mask` out of the options, so the wrapper around them clears the episodes of all environments."
-
-    def source():
-        return gym.wrappers.vector.RecordEpisodeStatistics(
-            SyncVectorEnv([Cart, Cart], autoreset_mode=AutoresetMode.DISABLED)
-        )
-
-    Cart = partial(gym.make, "CartPole-v1")
+    "gymnasium's vectors drop `reset_mask`, so the wrapper around them clears the episodes of all."
+    carts = partial(SyncVectorEnv, [CART] * 2, autoreset_mode=AutoresetMode.DISABLED)
     with pytest.raises(EnvError, match="forgets .* Expected SameStep or NextStep"):
-        next(iter(EnvStepper(source, Idle())))
+        next(iter(EnvStepper(lambda: VectorStatistics(carts()), Idle())))
 
 
 def step_of_gymnasium_1_3(self, actions):
@@ -785,7 +685,7 @@ def step_of_gymnasium_1_3(self, actions):
     return answer
 
 
-class OwnStatistics(gym.wrappers.vector.RecordEpisodeStatistics):
+class OwnStatistics(VectorStatistics):
     "A subclass with another signature."
 
     def __init__(self, key, env):
@@ -795,16 +695,15 @@ class OwnStatistics(gym.wrappers.vector.RecordEpisodeStatistics):
 @pytest.mark.parametrize("wrap", ["", "own"])
 @pytest.mark.parametrize("vector", [SyncVectorEnv, AsyncVectorEnv, Agents])
 def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, vector):
-    Stats = gym.wrappers.vector.RecordEpisodeStatistics
-    monkeypatch.setattr(Stats, "step", step_of_gymnasium_1_3)
+    monkeypatch.setattr(VectorStatistics, "step", step_of_gymnasium_1_3)
     monkeypatch.setattr(gym, "__version__", "1.3.0")
 
     def source(mode=AutoresetMode.SAME_STEP):
         if vector is Agents:
-            inner = Agents(lambda: Alone(Telling(lambda step: {})), 2)
+            inner = Agents(lambda: Alone(Counting()), 2)
         else:
-            inner = vector([partial(gym.make, "CartPole-v1")] * 2, autoreset_mode=mode)
-        return OwnStatistics("own", inner) if wrap else Stats(inner)
+            inner = vector([CART] * 2, autoreset_mode=mode)
+        return OwnStatistics("own", inner) if wrap else VectorStatistics(inner)
 
     with pytest.raises(EnvError, match="RecordEpisodeStatistics.*Expected .*NextStep"):
         next(iter(EnvStepper(source, Idle())))
@@ -816,8 +715,7 @@ def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, ve
 
 
 def test_a_lane_with_another_form_of_an_info_is_refused():
-    def collected(tell):
-        return next(iter(FragmentCollector(EnvStepper(partial(Telling, tell), Plain()), 3)))
-
+    forms = (1, {"y": 1})
+    pipes = [collector(telling(lambda step, x=x: {"x": x}), 3) for x in forms]
     with pytest.raises(DataError, match="env"):
-        join([collected(lambda step: {"x": 1}), collected(lambda step: {"x": {"y": 1}})])
+        join([next(iter(pipe)) for pipe in pipes])

@@ -41,7 +41,6 @@ from rollpipe.pipes import (
     Minibatcher,
     NStep,
     ObservationCast,
-    Pipe,
     RewardScaler,
     Tap,
     ToDevice,
@@ -94,12 +93,10 @@ class Normalizer:
 
     def var(self):
         "Variance of what was seen and of 1e-4 observations of N(0, 1)."
-        n = len(self.seen)
         count = len(self.seen) + 1e-4
         mean = sum(self.seen) / count
-        return (
-            (sum((x - mean) ** 2 for x in self.seen) + 1e-4 * (1 + mean**2)) / count if n else 1.0
-        )
+        squares = sum((x - mean) ** 2 for x in self.seen)
+        return (squares + 1e-4 * (1 + mean**2)) / count
 
 
 @pytest.mark.slow
@@ -141,12 +138,8 @@ def test_fragments_are_scaled_with_all_that_is_known_after_them(
     naive = Normalizer(gamma)
     before = torch.zeros(len(each))
     scaled = RewardScaler(FragmentStacker(source(), joined), gamma=gamma)
-    parts = [
-        f
-        for batch in islice(scaled, 4)
-        for f in zip(*(x.split(len(each), 1) for x in (batch.state.rew,)))
-    ]
-    for raw, (rew,) in zip(source(), parts):
+    batches = [batch.state.rew for batch in islice(scaled, 4)]
+    for raw, rew in zip(source(), torch.cat(batches, 1).split(len(each), 1)):
         for t in range(n_steps):
             naive.step(raw.state.rew[t + 1], raw.state.fin[t + 1], raw.valid[t])
         expected = (raw.state.rew[1:] / math.sqrt(naive.var() + 1e-8)).clamp(-10, 10)
@@ -156,17 +149,16 @@ def test_fragments_are_scaled_with_all_that_is_known_after_them(
 
 
 def test_lanes_share_a_scale_below_and_not_above():
-    plan = [[(3, "term")]]
+    source = fragments([[(3, "term")]], 4)
 
     def rows(pipe):
-        return [f.state.rew for f in islice(pipe, 6)]
+        return torch.stack([f.state.rew for f in islice(pipe, 6)])
 
-    above = rows(Lanes(RewardScaler(fragments(plan, 4)), 2, seed=0))
-    for a, b in zip(above[::2], above[1::2]):
-        assert torch.equal(a, b)
-    below = rows(RewardScaler(Lanes(fragments(plan, 4), 2, seed=0)))
+    above = rows(Lanes(RewardScaler(source), 2, seed=0))
+    assert torch.equal(above[::2], above[1::2])
+    below = rows(RewardScaler(Lanes(source, 2, seed=0)))
     assert torch.equal(below[0][1:], above[0][1:]) and not torch.equal(below[2][1:], above[2][1:])
-    assert torch.equal(below[2][0], below[0][-1]) and torch.equal(below[3][0], below[1][-1])
+    assert torch.equal(below[2:4, 0], below[:2, -1])
 
 
 @pytest.mark.parametrize("unit", ["ticks", "fragments"])
@@ -174,11 +166,10 @@ def test_a_constant_scale(unit):
     def source():
         return EnvStepper(lambda: Counting([(3, "trunc")]), Present())
 
-    scaled = (
-        FragmentCollector(RewardScaler(source(), 0.25), 5)
-        if unit == "ticks"
-        else RewardScaler(FragmentCollector(source(), 5), 0.25)
-    )
+    if unit == "ticks":
+        scaled = FragmentCollector(RewardScaler(source(), 0.25), 5)
+    else:
+        scaled = RewardScaler(FragmentCollector(source(), 5), 0.25)
     for raw, f in zip(islice(FragmentCollector(source(), 5), 4), scaled):
         assert torch.equal(f.state.rew, raw.state.rew * 0.25)
         rest = lambda x: x.state._replace(rew=())
@@ -188,40 +179,25 @@ def test_a_constant_scale(unit):
 @pytest.mark.parametrize("scale", [None, "sign", 0.5, 1])
 def test_an_actor_never_sees_other_rewards_than_its_learner(scale):
     memory = RecurrentPolicy.for_env("CartPole-v1", hidden=(4,), memory=4, past=True)
-    for above in (False, True):
-        lanes = [RewardScaler.inserter(**{"before" if above else "after": Lanes}, scale=scale)]
-        pipe = rollouts("CartPole-v1", memory, n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)
+    for place in ("before", "after"):
+        edits = [RewardScaler.inserter(**{place: Lanes}, scale=scale)]
+        options = dict(n_envs=2, n_steps=4, lanes=2, seed=0, edits=edits)
+        pipe = rollouts("CartPole-v1", memory, **options)
         if scale == 1:
             next(iter(pipe))
         else:
-            with pytest.raises(
-                GraphError,
-                match="RewardScaler: the actor sees its past rewards.*Expected .*scale=1",
-            ):
+            text = "RewardScaler: the actor sees its past rewards.*Expected .*scale=1"
+            with pytest.raises(GraphError, match=text):
                 next(iter(pipe))
-        next(
-            iter(
-                rollouts(
-                    "CartPole-v1",
-                    MLPPolicy.for_env("CartPole-v1"),
-                    n_envs=2,
-                    n_steps=4,
-                    lanes=2,
-                    seed=0,
-                    edits=lanes,
-                )
-            )
-        )
+        next(iter(rollouts("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), **options)))
 
 
 def test_rewards_do_not_change_below_their_advantages():
-    pipe = AdvantageBuffer(fragments([[(3, "term")]], 4), judge)
-    with pytest.raises(
-        DataError,
-        match="RewardScaler.*the advantages are those of other rewards.*Expected this pipe before `Adv",
-    ):
-        next(iter(RewardScaler(pipe)))
-    next(iter(AdvantageBuffer(RewardScaler(fragments([[(3, "term")]], 4)), judge)))
+    source = fragments([[(3, "term")]], 4)
+    text = "RewardScaler.*the advantages are those of other rewards.*Expected this pipe before `Adv"
+    with pytest.raises(DataError, match=text):
+        next(iter(RewardScaler(AdvantageBuffer(source, judge))))
+    next(iter(AdvantageBuffer(RewardScaler(source), judge)))
 
 
 def test_limits():
@@ -229,46 +205,36 @@ def test_limits():
         is_won = lambda env: env.count == 3 and env.episode > 20
         return Scripted(pay=lambda env: 1e6 if is_won(env) else 1e-3)
 
-    def greatest(clip):
-        return max(
-            t.next.rew.max()
-            for t in islice(RewardScaler(EnvStepper(jackpot, Present()), clip=clip), 400)
-        )
+    def highest(clip):
+        ticks = RewardScaler(EnvStepper(jackpot, Present()), clip=clip)
+        return max(tick.next.rew.max() for tick in islice(ticks, 400))
 
-    assert greatest(3.0) == 3 and greatest(None) > 5
+    assert highest(3.0) == 3 and highest(None) > 5
 
 
 def learning(reward_scale="learn"):
-    return on_policy(
-        "Pendulum-v1",
-        MLPPolicy.for_env("Pendulum-v1", seed=0),
-        Critic.for_env("Pendulum-v1"),
-        n_envs=2,
-        n_steps=8,
-        lanes=2,
-        seed=0,
-        reward_scale=reward_scale,
-    )
+    env = "Pendulum-v1"
+    options = dict(n_envs=2, n_steps=8, lanes=2, seed=0, reward_scale=reward_scale)
+    return on_policy(env, MLPPolicy.for_env(env, seed=0), Critic.for_env(env), **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_scale_of_a_pipeline_is_known_whoever_iterates_it(workers):
     pipe = learning()
-    rewards = []
-    with DataLoader2(pipe, reading_service=ProcessReading(workers) if workers else None) as loader:
-        for batch in islice(loader, 3):
-            rewards += [env_rewards(batch)]
+    service = ProcessReading(workers) if workers else None
+    with DataLoader2(pipe, reading_service=service) as loader:
+        rewards, *_ = (env_rewards(batch) for batch in islice(loader, 3))
     state = states_of(pipe)["RewardScaler"]
     assert state["count"] == 3 * 32 + 1e-4
+
+    # Both iterations of another pipeline begin at the same place.
     other = learning()
     assert load_states(other, {"RewardScaler": state}) == {}
     first = next(iter(other))
     again = next(iter(other))
-    assert (
-        states_of(other)["RewardScaler"]["count"] == state["count"] + 32
-    )  # both iterations begin at the same place
-    torch.testing.assert_close(first.state.rew, again.state.rew, rtol=0, atol=0)
-    torch.testing.assert_close(env_rewards(first), rewards[0], rtol=0, atol=0)
+    assert states_of(other)["RewardScaler"]["count"] == state["count"] + 32
+    assert torch.equal(first.state.rew, again.state.rew)
+    assert torch.equal(env_rewards(first), rewards)
 
 
 def test_the_scale_is_that_of_the_iteration_that_goes_on():
@@ -288,8 +254,10 @@ def test_the_scale_is_that_of_the_iteration_that_goes_on():
     [
         {},
         dict(count=1.0, mean=0.0),
-        *(dict(count=1.0, mean=0.0, var=x) for x in (math.nan, math.inf)),
+        dict(count=1.0, mean=0.0, var=math.nan),
+        dict(count=1.0, mean=0.0, var=math.inf),
     ],
+    ids=["empty", "no variance", "nan", "infinite"],
 )
 def test_a_state_that_is_none_of_a_scale(state):
     with pytest.raises(DataError, match="not the state of this scale"):
@@ -301,36 +269,31 @@ def test_a_state_that_is_none_of_a_scale(state):
 # --- observations
 
 
+def nested_ticks():
+    return EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_casts(dtype):
     "Floating leaves only, here of a fragment with truncated ends."
-
-    def source():
-        return FragmentCollector(EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2), 3)
-
-    raw = next(iter(source()))
-    f = next(iter(ObservationCast(source(), dtype)))
+    source = FragmentCollector(nested_ticks(), 3)
+    raw = next(iter(source))
+    f = next(iter(ObservationCast(source, dtype)))
     for a, b in ((raw.state.obs, f.state.obs), (raw.final.obs, f.final.obs)):
         assert b["place"].dtype is b["exact"].dtype is dtype
         assert torch.equal(b["exact"], a["exact"].to(dtype))
-        assert_same((b["pair"]), (a["pair"]))
-    assert_same(
-        f._replace(state=f.state._replace(obs=()), final=()),
-        raw._replace(state=raw.state._replace(obs=()), final=()),
-    )
+        assert_same(b["pair"], a["pair"])
+    rest = lambda f: f._replace(state=f.state._replace(obs=()), final=())
+    assert_same(rest(f), rest(raw))
 
 
 def test_casts_of_ticks():
-    def source():
-        return EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2)
-
-    a = next(iter(FragmentCollector(ObservationCast(source(), torch.float32), 5)))
-    b = next(iter(ObservationCast(FragmentCollector(source(), 5), torch.float32)))
+    a = next(iter(FragmentCollector(ObservationCast(nested_ticks(), torch.float32), 5)))
+    b = next(iter(ObservationCast(FragmentCollector(nested_ticks(), 5), torch.float32)))
     assert_same(a, b)
-    with pytest.raises(
-        DataError, match="ObservationCast, lane 0: .*float32 or float64, got torch.float16"
-    ):
-        next(iter(ObservationCast(source(), torch.float16)))
+    text = "ObservationCast, lane 0: .*float32 or float64, got torch.float16"
+    with pytest.raises(DataError, match=text):
+        next(iter(ObservationCast(nested_ticks(), torch.float16)))
 
 
 # --- n steps
@@ -339,25 +302,25 @@ def test_casts_of_ticks():
 def naive_n_step(f, n, gamma, t, b, v, v_final):
     "(sum, discount, steps, what was reached, target) of one row, in float64."
     total = 0.0
-    weight = 1.0
     m = 0
-    final = {at: k for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist()))}
-    for k in range(t, min(t + n, f.n_steps)):
-        if not f.valid[k, b]:
-            break
-        total = total + weight * float(f.state.rew[k + 1, b])
-        weight = weight * gamma
-        m = m + 1
-        if f.state.fin[k + 1, b]:
-            if f.term[k + 1, b]:
-                last = final.get((k, b))
-                reached = None if last is None else f.final.obs[last]
-                return total, 0.0, m, reached, total
-            last = final[k, b]
-            return total, weight, m, f.final.obs[last], total + weight * float(v_final[last])
+    ended = False
+    while m < n and t + m < f.n_steps and f.valid[t + m, b] and not ended:
+        total += gamma**m * float(f.state.rew[t + m + 1, b])
+        ended = bool(f.state.fin[t + m + 1, b])
+        m += 1
     if not m:
         return 0.0, 0.0, 0, None, 0.0
-    return total, weight, m, f.state.obs[t + m, b], total + weight * float(v[t + m, b])
+    if not ended:
+        discount = gamma**m
+        return total, discount, m, f.state.obs[t + m, b], total + discount * float(v[t + m, b])
+
+    # The true last observation of an episode, which may be missing if it was terminated.
+    final = {at: k for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist()))}
+    last = final.get((t + m - 1, b))
+    reached = None if last is None else f.final.obs[last]
+    if f.term[t + m, b]:
+        return total, 0.0, m, reached, total
+    return total, gamma**m, m, reached, total + gamma**m * float(v_final[last])
 
 
 @fast
@@ -378,34 +341,22 @@ def test_n_step_returns(each, n_steps, n, gamma, sticky, terminal_obs):
         v_final = judge(f.final.obs)
         reached = s.reached(f.state.obs, f.final.obs)
         target = s.target(v, v_final)
-        assert (
-            s.rew.dtype is s.discount.dtype is target.dtype is torch.float32
-            and s.n_steps.dtype is s.row.dtype is torch.int64
-        )
-        for t in range(n_steps):
-            for b in range(len(each)):
-                total, discount, m, obs, expected = naive_n_step(f, n, gamma, t, b, v, v_final)
-                np.testing.assert_allclose(
-                    [s.rew[t, b], s.discount[t, b], target[t, b]],
-                    [total, discount, expected],
-                    rtol=1e-4,
-                    atol=1e-4,
-                )
-                assert s.n_steps[t, b] == m and (obs is None or torch.equal(reached[t, b], obs))
+        assert s.rew.dtype is s.discount.dtype is target.dtype is torch.float32
+        assert s.n_steps.dtype is s.row.dtype is torch.int64
+        for at in np.ndindex(n_steps, len(each)):
+            total, discount, m, obs, expected = naive_n_step(f, n, gamma, *at, v, v_final)
+            ours = [s.rew[at], s.discount[at], target[at]]
+            np.testing.assert_allclose(ours, [total, discount, expected], rtol=1e-4, atol=1e-4)
+            assert s.n_steps[at] == m and (obs is None or torch.equal(reached[at], obs))
 
 
 def test_n_step_returns_alias_nothing():
     s = next(iter(NStep(fragments([[(9, "trunc")]], 5), 1, 1.0)))
-    before = snapshot(s.fragment)
-    for x in (
-        s.rew,
-        s.discount,
-        s.n_steps,
-        s.row,
-        s.reached(s.fragment.state.obs, s.fragment.final.obs),
-    ):
+    f = s.fragment
+    before = snapshot(f)
+    for x in (s.rew, s.discount, s.n_steps, s.row, s.reached(f.state.obs, f.final.obs)):
         x.zero_()
-    assert_same(s.fragment, before)
+    assert_same(f, before)
 
 
 # --- frames
@@ -426,15 +377,20 @@ def filmed(plan, tag=0):
 
 def film(each, n_steps, stack=None, sticky=None):
     def make(plan, tag):
-        return (
-            filmed(plan, tag)
-            if stack is None
-            else gym.wrappers.FrameStackObservation(filmed(plan, tag), stack, padding_type="reset")
-        )
+        env = filmed(plan, tag)
+        if stack is None:
+            return env
+        return gym.wrappers.FrameStackObservation(env, stack, padding_type="reset")
 
-    return FragmentCollector(
-        EnvStepper(factories(make, each), Acts(uses_past=False), sticky=sticky), n_steps
-    )
+    ticks = EnvStepper(factories(make, each), Acts(uses_past=False), sticky=sticky)
+    return FragmentCollector(ticks, n_steps)
+
+
+def check_stacks(f, expected):
+    "The observations of a fragment are these, as stacks."
+    assert isinstance(f.state.obs, Stacks) and f.state.obs.shape == expected.state.obs.shape
+    assert torch.equal(f.state.obs, expected.state.obs)
+    assert torch.equal(f.final.obs, expected.final.obs) and f.final.obs.dtype is torch.uint8
 
 
 @pytest.mark.slow
@@ -453,29 +409,21 @@ def test_stacks_are_those_of_gymnasium(each, n_steps, n, lanes, joined, below, s
     rest = n_steps if sticky else None
     wide = FragmentStacker(Lanes(film(each, n_steps, n, rest), lanes, seed=0), joined)
     plain = Lanes(film(each, n_steps, None, rest), lanes, seed=0)
-    pipe = (
-        FrameStack(FragmentStacker(plain, joined), n)
-        if below
-        else FragmentStacker(FrameStack(plain, n), joined)
-    )
-    for a, b in zip(islice(wide, 4), pipe):
-        assert isinstance(b.state.obs, Stacks) and b.state.obs.shape == a.state.obs.shape
-        assert torch.equal(b.state.obs, a.state.obs)
-        assert torch.equal(b.final.obs, a.final.obs) and b.final.obs.dtype is torch.uint8
+    if below:
+        pipe = FrameStack(FragmentStacker(plain, joined), n)
+    else:
+        pipe = FragmentStacker(FrameStack(plain, n), joined)
+    for expected, f in zip(islice(wide, 4), pipe):
+        check_stacks(f, expected)
 
 
 def test_minibatches_of_stacks():
     "Shuffled transitions stay small until they are used."
     each = [[(3, "trunc"), (5, "term")], [(4, "both")]]
-    for a, b in zip(
-        islice(Minibatcher(film(each, 6, 4), 5, 2, seed=0), 8),
-        Minibatcher(FrameStack(film(each, 6), 4), 5, 2, seed=0),
-    ):
-        assert (
-            isinstance(b.state.obs, Stacks)
-            and torch.equal(b.state.obs, a.state.obs)
-            and torch.equal(b.final.obs, a.final.obs)
-        )
+    sources = film(each, 6, 4), FrameStack(film(each, 6), 4)
+    wide, lazy = (Minibatcher(source, 5, 2, seed=0) for source in sources)
+    for expected, f in zip(islice(wide, 8), lazy):
+        check_stacks(f, expected)
 
 
 def stacks():
@@ -532,17 +480,14 @@ DENSE = {
 
 @pytest.mark.parametrize("name", [*LAZY, *DENSE])
 def test_stacks_are_tensors(name):
-    "Every operation gives what it gives on the dense tensor; those on leading dimensions do not put frames together."
+    "Operations give what they give on the dense tensor; those on leading dimensions put no frames together."
     x = stacks()
-    op = {**LAZY, **DENSE}[name]
-    came = op(x)
+    op = (LAZY | DENSE)[name]
+    result = op(x)
     expected = op(x.dense())
-    assert (
-        torch.equal(came, expected)
-        and came.shape == expected.shape
-        and came.dtype is expected.dtype
-    )
-    assert isinstance(came, Stacks) == (name in LAZY)
+    assert torch.equal(result, expected)
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    assert isinstance(result, Stacks) == (name in LAZY)
 
 
 @pytest.mark.slow
@@ -582,7 +527,8 @@ def test_stacks_can_be_copied_into_a_tensor():
 def test_stacks_share_the_memory_of_their_parts():
     x = stacks()
     y = stacks()
-    assert not x.is_shared() and x.share_memory_() is x and x.is_shared() and torch.equal(x, y)
+    assert not x.is_shared()
+    assert x.share_memory_() is x and x.is_shared() and torch.equal(x, y)
     assert all(part.is_shared() for part in (x.frames, x.past, x.rows))
 
 
@@ -590,51 +536,34 @@ def test_stacks_travel():
     x = stacks()
     for y in (pickle.loads(pickle.dumps(x)), copy.copy(x)):
         assert isinstance(y, Stacks) and torch.equal(x, y)
-    assert (
-        x.to("meta").shape == x.shape
-        and isinstance(x.to("meta"), Stacks)
-        and (x.to("meta") * 2).shape == x.shape
-    )
-    assert np.array_equal(x.detach().numpy(), x.dense().numpy()) and np.array_equal(
-        np.asarray(x), x.dense().numpy()
-    )
+    meta = x.to("meta")
+    assert isinstance(meta, Stacks) and meta.shape == (meta * 2).shape == x.shape
+    for array in (x.detach().numpy(), np.asarray(x)):
+        assert np.array_equal(array, x.dense().numpy())
     assert repr(x) == "Stacks(uint8 [5, 3, 4, 2, 3], 12 frames)"
 
 
 def test_each_frame_is_stored_once():
-    seen = []
     frames = []
-
-    class See(Pipe):
-        def stream(self, items):
-            for f in items:
-                seen.append(f.state.obs)
-                yield f
-
-    for f in islice(FrameStack(See(film([[(30, "term")]] * 2, 16)), 4), 3):
-        frames.append(f.state.obs)
-    for x, stack in zip(seen, frames):
-        assert (
-            stack.frames.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        )  # no copy
-        assert len(stack.frames) == 17 * 2 and len(stack.past) == 3 * 2
+    source = Tap(film([[(30, "term")]] * 2, 16), lambda f: frames.append(f.state.obs))
+    stacks = [f.state.obs for f in islice(FrameStack(source, 4), 3)]
+    for x, stack in zip(frames, stacks):
+        assert stack.frames.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert (len(stack.frames), len(stack.past)) == (17 * 2, 3 * 2)
 
 
 @pytest.mark.parametrize(
-    "pipe", [lambda p: FrameStack(p, 3), RewardScaler, lambda p: EpisodeStats(p, id)]
+    "pipe",
+    [lambda p: FrameStack(p, 3), RewardScaler, lambda p: EpisodeStats(p, id)],
+    ids=["FrameStack", "RewardScaler", "EpisodeStats"],
 )
 def test_two_sources_with_the_same_lane_are_refused(pipe):
     "Each begins anew in its turn, as a lane does, but then goes on at a number that the other one has had."
-    one, other = (
-        [f for f in islice(Lanes(film([[(length, "trunc")]], 4), 1, seed=0), 6)]
-        for length in (6, 7)
-    )
-    mixed = [f for both in zip(one, other) for f in both]
-    with pytest.raises(
-        DataError, match="two sources have the same lane.*seq >= .*one `Lanes` for all"
-    ):
-        for _ in pipe(IterableWrapper(mixed)):
-            pass
+    sources = [Lanes(film([[(length, "trunc")]], 4), 1, seed=0) for length in (6, 7)]
+    mixed = [f for pair in islice(zip(*sources), 6) for f in pair]
+    text = "two sources have the same lane.*seq >= .*one `Lanes` for all"
+    with pytest.raises(DataError, match=text):
+        list(pipe(IterableWrapper(mixed)))
 
 
 @pytest.mark.parametrize("joined", [1, 2, 3])
@@ -642,29 +571,18 @@ def test_a_lane_that_begins_anew_is_no_other_source(joined):
     "It lost its worker, and its fragments may be joined with those from before."
     one, other = (list(islice(film([[(6, "trunc")]], 4), 3)) for _ in range(2))
     lane = IterableWrapper([*one, *(with_restarts(f, 1) for f in other)])
-    stats = []
-    for pipe in (
-        FrameStack(FragmentStacker(lane, joined), 3),
-        RewardScaler(FragmentStacker(lane, joined)),
-    ):
+    batches = FragmentStacker(lane, joined)
+    ends = []
+    for pipe in (FrameStack(batches, 3), RewardScaler(batches), EpisodeStats(batches, ends.append)):
         list(pipe)
-    for _ in EpisodeStats(FragmentStacker(lane, joined), stats.append):
-        pass
-    assert [end.length for end in stats] == [6, 6, 6, 6]
+    assert [end.length for end in ends] == [6, 6, 6, 6]
 
 
 def test_frames_that_are_missing():
-    class Dropping(Pipe):
-        def stream(self, items):
-            for k, item in enumerate(items):
-                if k != 1:
-                    yield item
-
-    with pytest.raises(
-        DataError,
-        match="FrameStack, lane 0, leaf seq: a fragment is missing.*Expected seq=1, got seq=2",
-    ):
-        list(islice(FrameStack(Dropping(film([[(30, "term")]], 4)), 4), 2))
+    first, _, third = islice(film([[(30, "term")]], 4), 3)
+    text = "FrameStack, lane 0, leaf seq: a fragment is missing.*Expected seq=1, got seq=2"
+    with pytest.raises(DataError, match=text):
+        list(FrameStack(IterableWrapper([first, third]), 4))
     with pytest.raises(DataError, match="there are no images"):
         next(iter(FrameStack(fragments([[(1, "term")]], 2))))
 
@@ -684,22 +602,15 @@ def test_to_meta():
         moved = next(iter(ToDevice(pipe, "meta")))
         assert type(moved) is type(item)
         apply(lambda x: x.is_meta or pytest.fail("a leaf stayed"), moved)
-        shapes = lambda tree: apply(lambda x: (tuple(x.shape), str(x.dtype)), tree)
-        assert repr(shapes(moved)) == repr(shapes(item))
+        shapes = lambda tree: repr(apply(lambda x: (tuple(x.shape), str(x.dtype)), tree))
+        assert shapes(moved) == shapes(item)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_items_are_fetched_ahead_and_stay_in_order(ahead):
     fetched = []
-
-    class Fetched(Pipe):
-        def stream(self, items):
-            for f in items:
-                fetched.append(int(f.seq[0]))
-                yield f
-
-    source = Limit(fragments([[(3, "trunc")]], 4), 6)
-    for k, f in enumerate(ToDevice(Fetched(source), "cpu", ahead)):
+    source = Tap(Limit(fragments([[(3, "trunc")]], 4), 6), fetched.append)
+    for k, f in enumerate(ToDevice(source, "cpu", ahead)):
         assert f.seq.tolist() == [k] and len(fetched) == min(6, k + 1 + ahead)
     assert k == 5
 
@@ -708,9 +619,8 @@ def test_a_device_that_is_not_there():
     if torch.cuda.is_available():
         pytest.skip("it is there")
     for device in ("cuda:1", "mps", "xpu"):
-        with pytest.raises(
-            DataError, match=f"ToDevice.*no such device here. Expected cpu.*got '{device}'"
-        ):
+        text = f"ToDevice.*no such device here. Expected cpu.*got '{device}'"
+        with pytest.raises(DataError, match=text):
             next(iter(ToDevice(fragments([[(2, "trunc")]], 3), device)))
 
 
@@ -726,23 +636,16 @@ def test_to_cuda(ahead):
     for raw, f in zip(islice(fragments(each, 64), 6), ToDevice(fragments(each, 64), "cuda", ahead)):
         assert f.state.rew.is_cuda
         assert_same(apply(lambda x: x.cpu(), f), raw)
-    for raw, f in zip(
-        islice(FrameStack(film(each, 16), 4), 3),
-        ToDevice(FrameStack(film(each, 16), 4), "cuda", ahead),
-    ):
+    stacked = FrameStack(film(each, 16), 4)
+    for raw, f in zip(list(islice(stacked, 3)), ToDevice(stacked, "cuda", ahead)):
         assert f.state.obs.is_cuda and torch.equal(f.state.obs.cpu(), raw.state.obs)
 
 
 def test_the_memory_of_all_parts_of_stacks_is_protected():
-    "A CUDA stream that made them must not use their memory again while another one reads. Only a GPU has the operation itself."
-    stacks = next(iter(FrameStack(film([[(5, "term")]], 16), 4))).state.obs
+    "A CUDA stream must not use memory again while another one reads it. Only a GPU has the operation itself."
+    x = stacks()
     recorded = []
-    assert (
-        frames._LAZY[torch.ops.aten.record_stream.default](
-            lambda x, stream: recorded.append(x), stacks, None
-        )
-        is stacks
-    )
-    assert [x.data_ptr() for x in recorded] == [
-        x.data_ptr() for x in (stacks.frames, stacks.past, stacks.rows)
-    ]
+    record_stream = frames._LAZY[torch.ops.aten.record_stream.default]
+    assert record_stream(lambda part, stream: recorded.append(part), x, None) is x
+    parts = x.frames, x.past, x.rows
+    assert [part.data_ptr() for part in recorded] == [part.data_ptr() for part in parts]
