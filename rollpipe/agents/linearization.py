@@ -157,6 +157,12 @@ class Linearization:
         return value.detach(), self.vjp(_replace_leaves(self.outputs, cotangents))
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
+def _times_weights(x, weights):
+    "Multiply each row of `x` `[*lead, ...]` by its weight; `weights` is a tensor `[*lead]`."
+    dims_behind = x.ndim - weights.ndim
+    return x * weights.reshape(weights.shape + (1,) * dims_behind)
+
+
 def fisher_product(
     lin: Linearization,
     metric: Callable[[Any, Any], Any],
@@ -173,20 +179,16 @@ def fisher_product(
             leading shape
     """
 
-    def weighted(x):
-        per_row: Any = weights
-        dims_behind = x.ndim - per_row.ndim
-        return x * per_row.reshape(per_row.shape + (1,) * dims_behind)
-
     def product(v: Tensor) -> Tensor:
         with torch.no_grad():
             cotangent = metric(lin.outputs, lin.jvp(v))
 
-        # One weight for all rows is a factor of the whole product. It is cheapest to multiply the
-        # result [D].
-        if not isinstance(weights, Tensor):
-            return lin.vjp(cotangent) * weights
-        return lin.vjp(nested.map(weighted, cotangent))
+        if isinstance(weights, Tensor):
+            weighted = nested.map(lambda x: _times_weights(x, weights), cotangent)
+            return lin.vjp(weighted)
+
+        # One number is a factor of the whole product. It is cheapest to multiply the result [D].
+        return lin.vjp(cotangent) * weights
 
     return product
 
@@ -221,6 +223,8 @@ def in_row_blocks(
 # %% ../../nbs/agents/01_linearization.ipynb #c0315cd3
 class LayerCall(NamedTuple):
     """One use of a parameter: by a linear layer, or by repeating the parameter for each row.
+
+    A log standard deviation that does not depend on the observation is such a repeated parameter.
 
     Args:
         weight: [n_out, n_in], or any shape if it is repeated
@@ -396,7 +400,7 @@ def _cholesky_of_scores(layers, damping):
 
     # The inner product of a layer's scores in two rows is <g x^T, g' x'^T> = (g.g')(x.x'). A bias
     # counts as one more input, which is always 1. Only the lower triangle is computed, in blocks of
-    # rows: this takes 0.65 ms in place of 0.86 ms for a layer of 64 and 512 rows.
+    # rows: with 512 rows and a layer with 64 outputs, this takes 0.65 ms in place of 0.86 ms.
     for i in range(0, m, 128):
         rows = slice(i, i + 128)
         columns = slice(i + 128)

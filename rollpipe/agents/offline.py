@@ -166,8 +166,8 @@ class IQL(ActionLearner):
             also a `RecurrentPolicy`
         critic: a `QVCritic`, or another module with `critic(obs, act) -> [k, T, B]` and
             `value(obs) -> [T, B]`
-        expectile: level of the expectile of the action values that is the value of a state; 0.5:
-            their mean; near 1: the value of the best action
+        expectile: the value of a state is this expectile of its action values; 0.5: their mean;
+            near 1: the value of the best action
         beta: inverse temperature of the weights of actions, for rewards scaled as by
             `return_scale`; 0: behaviour cloning
         max_weight: largest weight of an action

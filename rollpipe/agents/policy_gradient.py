@@ -85,6 +85,18 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
         return mean_metrics(records)
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #e5fbd290
+def _rate_steered_from(lr, groups):
+    """The learning rate in the saved `groups` of an optimiser whose steering began with `lr`.
+
+    None if no group was steered, or if the first rate was another one.
+    """
+    # `steer` gives all groups that it steers the same rate, so the first one of them tells it.
+    for group in groups:
+        if group.get("steered_from") == lr:
+            return group["lr"]
+    return None
+
+
 class SteeredRate(Options):
     """Options of a learner whose learning rate may follow the divergence of its steps.
 
@@ -158,20 +170,18 @@ class SteeredRate(Options):
         # After this, the learning rate of each group is its option, `lr` or `critic_lr`.
         super().load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
 
-        # The state of a learner with another `critic_lr` may have other groups (see
-        # `Adam.load_state_dict`). So the critic's group may come from one that was steered.
+        # The state may come from a learner with one group for actor and critic. If that group was
+        # steered, the critic's own group here got its mark, too, but its rate is not steered.
         for group, name in self.rates():
             if name != "lr":
                 group.pop("steered_from", None)
         if self.lr_kl is None:
             return
 
-        # `steer` gives all groups named `lr` the same rate, so the first one in the state tells it.
-        for saved in state["optimizer"]["param_groups"]:
-            if saved.get("steered_from") == self.lr:
-                for group in self.steered_groups():
-                    group["lr"] = saved["lr"]
-                return
+        rate = _rate_steered_from(self.lr, state["optimizer"]["param_groups"])
+        if rate is not None:
+            for group in self.steered_groups():
+                group["lr"] = rate
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #591ca3ac
 class A2C(ScaledAdvantages, SteeredRate, ActorCriticLearner):
@@ -297,8 +307,8 @@ class PPO(SteeredRate, ActorCriticLearner):
                 break
 
             # The learning rate is steered before the first step of each pass but the first one.
-            begins_pass = epoch == n_begun
-            if begins_pass and epoch > 0 and self.lr_kl is not None:
+            is_first_of_pass = epoch == n_begun  # no step of this pass was taken yet
+            if is_first_of_pass and epoch > 0 and self.lr_kl is not None:
                 steered = self.steer(metrics["approx_kl"], n)
             records.append(self.step(loss, metrics=metrics, n=n))
             n_begun = epoch + 1
@@ -352,7 +362,7 @@ class VTrace(Discounted, ActorCriticLearner):
     Args:
         lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
-        c_clip: largest weight that carries a later temporal difference back by one step, at most
+        c_clip: largest weight that carries a later temporal difference back by one step; not above
             rho_clip
     """
 
@@ -372,7 +382,7 @@ class VTrace(Discounted, ActorCriticLearner):
         return {}
 
     def tell_critic(self, batch: Fragment) -> None:
-        "Update the critic's normalisers. The normaliser of returns gets `returns(batch)`."
+        "Update the critic's normalisers, if it has some: that of returns with `returns(batch)`."
         if self.critic is not None:
             super().tell_critic(batch._replace(ret=self.returns(batch)))
 
@@ -391,10 +401,7 @@ class VTrace(Discounted, ActorCriticLearner):
         )
 
     def returns(self, batch: Fragment) -> torch.Tensor:
-        """Discounted returns `[T, B]`, bootstrapped by the critic.
-
-        The critic's scale of returns is updated with them, if it has one.
-        """
+        "Discounted returns `[T, B]`, bootstrapped by the critic."
         _, v_tp1 = values(batch, self.critic)
         discount = self.gamma * ~batch.term[1:]
         return discounted_returns(

@@ -322,7 +322,7 @@ class Actor(torch.nn.Module):
         return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
 
     def reset(self, hx: Any, at: Any) -> Any:
-        """Return a new recurrent state in which the environments `at` begin again, with zeros.
+        """Return a new recurrent state, with zeros for the environments `at`, which begin again.
 
         Args:
             hx: recurrent state, with the environments on dim 1; `()` and `None` are returned

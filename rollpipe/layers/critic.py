@@ -33,7 +33,8 @@ from ..pipes.data.errors import check_integer
 __all__ = ['STACKED', 'Critic', 'StackedMLP', 'StackedSimBa', 'ActionCritic', 'QVCritic']
 
 # %% ../../nbs/layers/06_critic.ipynb #fe773d9a
-# The largest change of scale, and the largest bias of the last layer, that learning can still undo
+# `Critic.observe_returns` rescales the last layer. Learning can still undo this if the factor of
+# its weights, and its new bias, are at most this number.
 _LARGEST = 10
 
 
@@ -58,7 +59,7 @@ class Critic(Torso):
 
     Args:
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
-            module; a run takes the options of the policy's encoder, unless it gets others
+            module; in a run, the default is the encoder of the policy
 
     Raises:
         SpaceError: there is no encoder for the observations.
@@ -70,7 +71,7 @@ class Critic(Torso):
         torch.Size([5, 3])
     """
 
-    n_spaces = 1
+    n_spaces = 1  # `for_env` passes the observation space alone
     net: Any
     ret_count: Tensor
     ret_mean: Tensor
@@ -277,7 +278,7 @@ class ActionCritic(Torso):
         action_space: Box of floats with finite bounds
         n_critics: number of networks; learners take the smallest of their values
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
-            module; a run takes the options of the policy's encoder, unless it gets others
+            module; in a run, the default is the encoder of the policy
 
     Raises:
         SpaceError: there is no encoder for the observations, or the actions have no finite bounds.
@@ -359,7 +360,7 @@ class QVCritic(ActionCritic):
         action_space: Box of floats with finite bounds
         n_critics: number of networks for actions; learners take the smallest of their values
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
-            module; a run takes the options of the policy's encoder, unless it gets others
+            module; in a run, the default is the encoder of the policy
 
     Raises:
         SpaceError: there is no encoder for the observations, or the actions have no finite bounds.

@@ -246,8 +246,8 @@ class FragmentStacker(Pipe):
     """
 
     fusible = True
-    # an object that reads the pipes above in another way, with the methods `fits`, `stream` and
-    # `drawn`, such as `passes.InPlace`; None: the pipes above are read as usual
+    # a faster way to read the pipes above, which `passes.optimize` may set: with `InPlace`, the
+    # lanes make their fragments side by side in the batch; None: these pipes are read as usual
     fusion: Any = None
 
     def __init__(self, pipe: IterDataPipe, n: int):
@@ -283,8 +283,8 @@ class FragmentStacker(Pipe):
     def _joined(self, items, placed=lambda fragments: fragments):
         """The batches of the fragments `items`.
 
-        `placed` is a function of the fragments of a batch, which are joined after it. A fusion
-        gives `SideBySide.placed`.
+        `placed(fragments)` gets the fragments of a batch and returns those that are joined. The
+        fusion `InPlace` gives `SideBySide.placed`.
         """
         while fragments := list(islice(items, self.n)):
             yield self._join(fragments, placed)
@@ -372,9 +372,9 @@ class SideBySide(Arena):
 
     def __init__(self, n: int):
         self.n = n
-        self._begin()
+        self._begin_batch()
 
-    def _begin(self):
+    def _begin_batch(self):
         self.position = 0  # number of the current fragment in the batch
         self.wholes = []  # the array of the batch at each place
         self.reset(())
@@ -401,9 +401,9 @@ class SideBySide(Arena):
         return self.wholes[place][:, begin : begin + width]
 
     def completing(self) -> None:
-        """Begin the next fragment of the batch: all places are free again, with its columns.
+        """The fragment is complete, as in `Destination.completing`.
 
-        See `Destination.completing`.
+        From now on, the places are the columns of the next fragment, and all are free.
         """
         self.position += 1
         self.free = list(range(len(self.kinds)))
@@ -417,7 +417,7 @@ class SideBySide(Arena):
         for fragment in fragments:
             state = nested.map(lambda x: self.find(x)[1], fragment.state)
             placed.append(fragment._replace(state=state))
-        self._begin()
+        self._begin_batch()
         return placed
 
 # %% ../../nbs/pipes/16_batches.ipynb #918e626b

@@ -44,9 +44,12 @@ from .keeping.plain import capture, restore_object
 from .keeping.random_states import GlobalRandomStates
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
-# Values of `SHARDING_PRIORITIES`. torchdata divides among `_MACHINES` (DISTRIBUTED), and then among
-# workers (MULTIPROCESSING). torch's `DataLoader` has one division (DEFAULT) for all its processes:
-# those of all ranks, if the process group has begun.
+# Values of torch's `SHARDING_PRIORITIES`, by which a division of the lanes is known:
+#
+#     value  name in torch    who divides            among
+#     1      DEFAULT          torch's `DataLoader`   all its processes, on all ranks
+#     2      DISTRIBUTED      torchdata, first       machines
+#     3      MULTIPROCESSING  torchdata, then        the workers of a machine
 _ALL_PROCESSES = 1
 _MACHINES = 2
 
@@ -177,9 +180,9 @@ def opened_into(pipe: IterDataPipe, destination: Destination) -> Iterator:
     return placeable.into(destination) if is_placeable(pipe) else opened(pipe)
 
 # %% ../../nbs/pipes/14_lanes.ipynb #cb6ee320
-def lane_state(graph: IterDataPipe, states: GlobalRandomStates) -> dict:
+def lane_state(graph: IterDataPipe, generators: GlobalRandomStates) -> dict:
     "The state of a lane: of the pipes of its graph, and of the global generators."
-    return dict(pipes=stream_state(graph), random=capture(states.get_state()))
+    return dict(pipes=stream_state(graph), random=capture(generators.get_state()))
 
 # %% ../../nbs/pipes/14_lanes.ipynb #558ede5f
 def _is_seeded_by_torch(pipe):
@@ -215,8 +218,7 @@ class Lanes(Divided, Seeded, Pipe):
 
     fusible = copies_above = True
     state_name = "Lanes"
-    # the parts of the present iteration: `root`, `turn`, `n` and `pending`, see `beginning`, and
-    # `lanes`, number -> (graph, stream, states); None: there is no iteration
+    # the present iteration, which `_items` describes; None: there is no iteration
     running: Any = None
 
     def __init__(
@@ -340,12 +342,15 @@ class Lanes(Divided, Seeded, Pipe):
         if self.running is None:
             return self.restored
         now = self.running
+        lanes = {}
+        for lane, (graph, _, generators) in now.lanes.items():
+            lanes[lane] = lane_state(graph, generators)
         return dict(
             root=now.root,
             turn=list(now.turn),
             n=now.n,
             pending=list(now.pending),
-            lanes={k: lane_state(graph, states) for k, (graph, _, states) in now.lanes.items()},
+            lanes=lanes,
         )
 
     def open_lane(
@@ -364,12 +369,12 @@ class Lanes(Divided, Seeded, Pipe):
             continues: go on from the state of the lane, if it has one; otherwise it begins again
         """
         graph = self.copy(lane, state["root"], again)
-        states = self.global_random_states(lane, state["root"], again)
+        generators = self.global_random_states(lane, state["root"], again)
         lane_before = state["lanes"][lane]  # what `lane_state` returned
         if continues and lane_before is not None:
             restore_stream(graph, lane_before["pipes"])
-            states.set_state(restore_object(lane_before["random"]))
-        return graph, states
+            generators.set_state(restore_object(lane_before["random"]))
+        return graph, generators
 
     def into(self, destination: Destination) -> Iterator:
         """The same stream as `iter(self)`, but with the fragments in the memory of `destination`,
@@ -382,14 +387,15 @@ class Lanes(Divided, Seeded, Pipe):
         state = self.beginning()
         self.warn_of_old_weights()
 
-        # number of a lane -> its graph, its stream, and its states of the global generators
+        # number of a lane -> its graph, its stream, and its own states of the global generators
         lanes = {}
         for lane in state["lanes"]:
-            graph, states = self.open_lane(lane, state)
+            graph, generators = self.open_lane(lane, state)
             items = opened(graph) if destination is None else opened_into(graph, destination)
-            lanes[lane] = graph, items, states
+            lanes[lane] = graph, items, generators
         unchanging = Unchanging(self.held_above(), logging.getLogger("rollpipe").warning)
 
+        # `root`, `turn`, `n` and `pending` are those of `beginning`, and change with each item.
         # This is an object and no dict, because edits look for inputs of a pipe in its dicts and
         # lists, and the graphs of the lanes are no inputs.
         now = SimpleNamespace(
@@ -416,9 +422,10 @@ class Lanes(Divided, Seeded, Pipe):
             # Lanes take turns, until all have ended.
             while turn:
                 lane = turn.popleft()
-                _, items, states = lanes[lane]
+                _, items, generators = lanes[lane]
                 try:
-                    with torch_threads(1), states, unchanging.during(lane):
+                    # The lane draws from its own states of the global generators.
+                    with torch_threads(1), generators, unchanging.during(lane):
                         item = next(items)
                 except StopIteration:
                     continue

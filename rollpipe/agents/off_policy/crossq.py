@@ -137,7 +137,8 @@ class RenormMLP(MLP):
 class StackedRenormMLP(StackedMLP):
     """A `StackedMLP` with `BatchRenorm` before each layer.
 
-    It always computes all of its perceptrons.
+    `forward` computes all `k` perceptrons, also if it returns the first `n` alone. The moments of
+    all perceptrons are in the same buffers, and are updated together.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Renormed:
                 norm.learns = False
 
 
+# Its constructor has the arguments of `SquashedPolicy`, and its docstring explains them.
 @takes(SquashedPolicy)
 class RenormPolicy(Renormed, SquashedPolicy):
     "A `SquashedPolicy` with `BatchRenorm`, for `CrossQ`."
@@ -192,7 +194,9 @@ class RenormCritic(Renormed, ActionCritic):
 
 # %% ../../../nbs/agents/14_off_policy/02_crossq.ipynb #fc207bab
 class CrossQ(SoftLearner):
-    """CrossQ. The length of the samples and priorities are options of the memory.
+    """CrossQ: `SAC` without target networks, with batch renormalisation in actor and critic.
+
+    How long the samples are, and whether they have priorities, are options of the replay memory.
 
     Source: Bhatt et al. 2024, *CrossQ: batch normalization in deep reinforcement learning for
     greater sample efficiency and simplicity*, https://arxiv.org/abs/1902.05605. The authors'

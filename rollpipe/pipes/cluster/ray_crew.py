@@ -34,8 +34,8 @@ class Arrived(NamedTuple):
 
     Args:
         item_format: format of the item
-        data: uint8: first the large arrays, if there are any, as in a layout for one item; then the
-            item's own arrays
+        data: uint8: first the large arrays, if there are any; then all others, the item's *own*
+            arrays
     """
 
     item_format: ItemFormat
@@ -44,28 +44,37 @@ class Arrived(NamedTuple):
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
         """Copy the arrays to this position of a slot.
 
-        A slot has two kinds of memory. `item_memory` has one memory for each item, with the item's
-        own arrays, from the byte `slot.start` on. `layout_memory` has the large arrays of all items
-        (see `Layout`), each beside those of the other items. If the slot has one item, both are the
-        same memory: first the arrays of the layout, then the item's own.
+        These are the bytes of the item, and those of a slot for one item and for several:
+
+            data             large arrays | own arrays
+            slot, one item   large arrays | own arrays
+            slot, n items    layout_memory: large arrays of all items, side by side
+                             item_memory[position]: own arrays of one item
+
+        Args:
+            slot: the slot
+            position: number of the item in the slot
+            layout: the places of the large arrays in the slot
         """
-        # Copy the item's own arrays, which are at the end of `data`.
+        n_large = self.data.nbytes - self.item_format.size  # size of the large arrays [bytes]
+        self._put_own(self.data[n_large:], slot, position, layout)
+        if n_large:
+            self._put_large(self.data[:n_large], slot, position, layout)
+
+    def _put_own(self, own, slot, position, layout):
         memory = slot.item_memory[position]
         start = slot.start(position, layout)
-        end = start + self.item_format.size
-        n_layout = self.data.nbytes - self.item_format.size  # size of the layout's arrays [bytes]
+        end = start + len(own)
         memory.reserve(end)
-        memory.view()[start:end] = self.data[n_layout:]
-        if not n_layout:
-            return
+        memory.view()[start:end] = own
 
-        # Copy the arrays of the layout. In `data`, their offsets are those of a layout for one
-        # item.
+    def _put_large(self, large, slot, position, layout):
+        # In `large`, the offsets of the arrays are those in a layout for one item.
         offsets = Layout(1, layout.arrays).offsets
         whole = slot.layout_memory.view(layout.size)
         for entry, offset in enumerate(offsets):
             target = _rows_of_bytes(layout.tensor(whole, entry, position))
-            target[...] = self.data[offset : offset + target.nbytes].reshape(target.shape)
+            target[...] = large[offset : offset + target.nbytes].reshape(target.shape)
 
 
 def _rows_of_bytes(x: torch.Tensor) -> np.ndarray:
@@ -80,18 +89,24 @@ def _rows_of_bytes(x: torch.Tensor) -> np.ndarray:
 class ArrivalPool(SlotPool):
     "A `SlotPool` for items that do not arrive in a slot, but in memory of their own."
 
-    def read(self, slot: int, position: int, item_format: Any) -> Any:
-        """Copy an item into its slot, and read it as a `SlotPool` does.
-
-        `item_format` is an `Arrived`, which has the arrays and the format.
-        """
-        arrived = item_format
+    # Where a `SlotPool` gets the format of an item, this pool gets an `Arrived`.
+    def read(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        slot: int,
+        position: int,
+        arrived: Arrived,
+    ) -> Any:
+        "Copy an item that has arrived into its slot, and read it there."
         arrived.put(self.slots[slot], position, self.states[slot].layout)
         return super().read(slot, position, arrived.item_format)
 
-    def copy(self, slot: int, position: int, item_format: Any) -> Any:
-        "As `SlotPool.copy`."
-        arrived = item_format
+    def copy(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        slot: int,
+        position: int,
+        arrived: Arrived,
+    ) -> Any:
+        "As `SlotPool.copy`, of an item that has arrived."
         arrived.put(self.slots[slot], position, self.states[slot].layout)
         return super().copy(slot, position, arrived.item_format)
 
@@ -178,15 +193,19 @@ class RemoteMembers(Members):
         self.members[member.index : member.index + 1] = [member]
 
     def disconnect(self, member: Member) -> None:
-        "Nothing waits for a member between two calls of `wait`."
+        "Do nothing: between two calls of `wait`, nothing waits for a member."
 
     def wait(self, seconds: float) -> list:
         "Members that have answered or have died. Waits at most `seconds` for the first one."
-        # Wait for the oldest answer of each member. Ray returns the first one in the list that is
-        # ready. So the list begins after the member whose answer was returned last: otherwise quick
-        # members at the beginning of the list would hide the others.
+        # Of several answers that are ready, Ray returns the first one in its list. So the list
+        # begins after the member that was served last: otherwise quick members at the beginning
+        # would hide the others.
+        begin = self.latest + 1
+        in_turn = self.members[begin:] + self.members[:begin]
+
+        # The oldest answer of each member that has to answer
         member_of = {}
-        for member in self.members[self.latest + 1 :] + self.members[: self.latest + 1]:
+        for member in in_turn:
             if member.process.unanswered:
                 member_of[member.process.unanswered[0]] = member
         if not member_of:

@@ -178,11 +178,11 @@ class OnnxEngine:
     # is an error.
     MAX_CHANGES = 3
     reads: tuple  # fields of `State` that the graph reads
-    shapes: dict  # name -> shape of each input and output, as `without_time` left it
+    shapes: dict  # name -> shape of each input and output, without the dimension of time
     convolutions: int  # multiplications in the convolutions of a step
-    slots: list  # (dict, key) of each weight of the actor
+    places: list  # `(dict, key)` of each weight of the actor: the dict of a module that has it
     weights_read: list  # numbers of the weights that the session reads
-    where: list  # address, strides, shape and dtype of each weight
+    bound: list  # address, strides, shape and dtype of each weight when it was bound
     copies: list  # (copy, weight) of each weight that is not contiguous
     runs: list  # for each row, the function that runs the graph on it; None: not bound yet
 
@@ -192,7 +192,7 @@ class OnnxEngine:
         self.draw = draw
         self.eval_mode = EvalMode(actor)
         self.gives_up = gives_up
-        self.most = rows.n
+        self.most = rows.n  # maximum number of steps between `begin` and `end`
         self.changes = []
 
         # Examples must not draw the lane's own noise.
@@ -216,8 +216,8 @@ class OnnxEngine:
         if change:
             self._compile(change)
         else:
-            where = self._where()
-            if where != self.where and not self._bind_moved(where):
+            present = self._memory_of_weights()
+            if present != self.bound and not self._bind_moved(present):
                 self._compile()
 
         # The graph reads copies of weights that are not contiguous.
@@ -288,13 +288,18 @@ class OnnxEngine:
         self.session = graph.session
         self.constants = graph.constants
         self.convolutions = graph.convolutions
-        self.slots = [(slots, key) for (slots, key, _), *_ in weights.places]
+
+        # All places of a tied weight hold the same tensor, so the first one suffices.
+        self.places = []
+        for first_place, *_ in weights.places:
+            its_dict, key, _ = first_place
+            self.places.append((its_dict, key))
 
         # The exporter leaves out weights and inputs that the actor does not read. So only those
         # whose names the session knows are bound to its inputs.
         values = (*self.session.get_inputs(), *self.session.get_outputs())
         self.shapes = {x.name: x.shape for x in values}
-        weight_numbers = range(len(self.slots))
+        weight_numbers = range(len(self.places))
         self.weights_read = [k for k in weight_numbers if f"weight_{k}" in self.shapes]
         staged = nested.leaves((rows.state, rows.hx, self.noise))
         array_of_input = {f"input_{k}": x for k, x in enumerate(staged)}
@@ -320,7 +325,7 @@ class OnnxEngine:
                     "the actor changes a dtype", expected=describe(out.to(dtype)), got=describe(out)
                 )
 
-        self._bind_weights(self._where())
+        self._bind_weights(self._memory_of_weights())
         try:
             check_engine_alike(self)
         except ActorError:
@@ -329,35 +334,39 @@ class OnnxEngine:
             # A change that `Constants` cannot see may have made the earlier graph wrong.
             self._compile(kept=False)
 
-    def _where(self):
-        "For each weight, its address and strides, and its shape and dtype."
-        where = []
-        for slots, key in self.slots:
-            x = slots[key]
-            where.append((x.data_ptr(), x.stride(), x.shape, x.dtype))
-        return where
+    def _memory_of_weights(self):
+        "The present address, strides, shape and dtype of each weight."
+        memory = []
+        for its_dict, key in self.places:
+            x = its_dict[key]
+            memory.append((x.data_ptr(), x.stride(), x.shape, x.dtype))
+        return memory
 
-    def _bind_moved(self, where) -> bool:
-        """Bind the weights that `_where` has described, if only their addresses have changed.
+    def _bind_moved(self, present) -> bool:
+        """Bind the weights again, because they have other addresses or strides than before.
 
-        Returns False, and binds nothing, if a shape or dtype has changed.
+        Returns False, and binds nothing, if a shape or dtype has changed. `present` is the result
+        of `_memory_of_weights`.
         """
-        old_forms = [(shape, dtype) for _, _, shape, dtype in self.where]
-        new_forms = [(shape, dtype) for _, _, shape, dtype in where]
+        old_forms = [(shape, dtype) for _, _, shape, dtype in self.bound]
+        new_forms = [(shape, dtype) for _, _, shape, dtype in present]
         if old_forms != new_forms:
             return False
-        self._bind_weights(where)
+        self._bind_weights(present)
         return True
 
-    def _bind_weights(self, where):
-        "From now on, read the weights that `_where` has described. Each row is then bound again."
-        self.where = where
+    def _bind_weights(self, present):
+        """Read the weights from where they are now. So each row has to be bound again.
+
+        `present` is the result of `_memory_of_weights`.
+        """
+        self.bound = present
         self.runs = [None] * self.rows.n
         self.weights = {}
         self.copies = []
         for k in self.weights_read:
-            slots, key = self.slots[k]
-            weight = slots[key].detach()
+            its_dict, key = self.places[k]
+            weight = its_dict[key].detach()
             array = weight.contiguous().numpy()
             self.weights[f"weight_{k}"] = array
             if not weight.is_contiguous():
@@ -371,7 +380,8 @@ class OnnxEngine:
         for name, x in self.weights.items():
             binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
 
-        # Inputs are in row `t`. So are outputs, because those of `hx` are without its row 0.
+        # Inputs and outputs are in row `t` of their arrays. The array of `hx` in `self.outputs`
+        # begins with row 1 of `hx`, so its row `t` is row `t + 1` of `hx`.
         for name, x in self.inputs.items():
             address = x[t].ctypes.data
             binding.bind_input(name, "cpu", 0, x.dtype.type, self.shapes[name], address)

@@ -16,7 +16,7 @@ from ..data import nested
 from ..data.errors import EnvError
 from ..data.fragment import Collected, State, Tick, TickSource
 from ..data.fragment_ops import End
-from .checked_actor import CheckedActor, instead
+from .checked_actor import CheckedActor, torch_instead
 from .reactions import as_input
 from ..envs.batch import Batch, Rows, arrays_of
 from ..graph.modules import VersionCounter, modules_in
@@ -213,7 +213,7 @@ class Interaction(TickSource):
             except Exception as e:
                 if self.engine_choice != "auto":
                     raise
-                self._use(instead(self.checked.answer, e))
+                self._use(torch_instead(self.checked.answer, e))
 
     def ticks(self) -> Iterator[Tick]:
         """Yield a `Tick` for each step, without end.

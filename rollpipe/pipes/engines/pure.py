@@ -104,7 +104,7 @@ class Calls(TorchFunctionMode):
 
     def place(self) -> str:
         "The name of the innermost module that is being executed."
-        frame = sys._getframe(2)
+        frame = sys._getframe(2)  # that of the code which has called the function or operator
         while frame is not None:
             name = self.parts.get(id(frame.f_locals.get("self")))
             if name is not None:
@@ -255,7 +255,7 @@ class PureStep(torch.nn.Module):
 
         # The example's weights are new clones, so a version above zero is an in-place change.
         changed = [name for name, x in zip(self.names, example) if x._version]
-        for name, (value, _) in compared_attributes(self._actor()).items():
+        for name, (value, _text) in compared_attributes(self._actor()).items():
             old_value = before[name][0] if name in before else None
             if value != old_value:
                 changed.append(name)

@@ -83,35 +83,38 @@ def _tensors(x):
     return torch.from_numpy(x).unsqueeze(1).unbind()
 
 
-def _row_list(state, term):
-    "A `Row` for each row of `state` `[n, B, ...]`."
-    # A `Row` begins with the three fields of the observations. The others follow as array and
-    # tensor in turn, and `term` is the last.
-    columns = []
-    for x in (state.rew, state.stepno, state.fin):
-        columns += [x, _tensors(x)]
-    columns.append(term)
-    return [Row(*obs, *others) for obs, others in zip(_obs_fields(state.obs), zip(*columns))]
+def _rows_of(obs, split):
+    """The rows of nested observations `obs` `[n, B, ...]`, each in the containers of `obs`.
 
-
-def _obs_fields(obs):
-    """For each row of `obs` `[n, B, ...]`: its arrays in containers, the leaves of these, and its
-    tensors `[1, B, ...]` in containers.
+    Args:
+        obs: nested arrays
+        split: function from an array to its rows: `list`, or `_tensors`
     """
+    if isinstance(obs, np.ndarray):
+        return split(obs)
+    leaves, spec = nested.flatten(obs)
+    rows_of_leaves = map(split, leaves)
+    return [spec.unflatten(leaves_of_row) for leaves_of_row in zip(*rows_of_leaves)]
 
-    def split_by(split):
-        if isinstance(obs, np.ndarray):
-            return split(obs)
-        leaves, spec = nested.flatten(obs)
-        rows_of_leaves = map(split, leaves)
-        return [spec.unflatten(leaves_of_row) for leaves_of_row in zip(*rows_of_leaves)]
 
-    arrays = split_by(list)
-    return zip(
-        arrays,
-        map(nested.leaves, arrays),
-        split_by(_tensors),
+def _row_list(state, term):
+    "A `Row` for each row of `state` `[n, B, ...]` and `term` `[n, B]`."
+    arrays = _rows_of(state.obs, list)
+
+    # For each field of `Row`, in this order, the values of all rows
+    columns = dict(
+        obs=arrays,
+        leaves=map(nested.leaves, arrays),
+        obs_tensors=_rows_of(state.obs, _tensors),
+        rew=state.rew,
+        rew_tensor=_tensors(state.rew),
+        stepno=state.stepno,
+        stepno_tensor=_tensors(state.stepno),
+        fin=state.fin,
+        fin_tensor=_tensors(state.fin),
+        term=term,
     )
+    return list(map(Row._make, zip(*columns.values())))
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #f21e25aa
 def arrays_of(act: Any) -> Any:
@@ -134,13 +137,11 @@ class Rows:
         **where: context for error messages: pipe, lane
     """
 
-    # The fields that an actor reads, so that `Batch.step_into` must write them at each step. Here
-    # these are all fields. `OnnxEngine` sets fewer if its graph does not read all: then
-    # `EnvBatch.step_into` leaves out `rew` and `stepno`, and `EnvBatch.settle` writes them later,
-    # for many steps at once. Other batches may write all fields at each step.
+    # Fields that the actor reads: `Batch.step_into` must write them at each step. If an engine sets
+    # fewer, the environments may write the others later, for many steps at once.
     reads = State._fields
-    # `rows` makes a `Row` for each row, which takes long if there are many. So the engine of torch
-    # (`reactions`) uses no `Rows` with more rows than these, but a `part` for some steps at a time.
+    # With more rows than this, the engine of torch takes a `part` for some steps at a time, because
+    # `rows` makes a `Row` for each row, which takes long.
     MANY = 1024
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):
@@ -518,24 +519,28 @@ class Batch:
         Raises the error of the first step that fails.
         """
 
+    def _not_kept(self):
+        "The error of environments that have no `Keeper`."
+        return EnvError("the state of these environments is not kept", **self.where)
+
     def get_state(self) -> dict:
         """What the next steps depend on.
 
         Raises `EnvError` if the environments have no `Keeper`, or if it cannot keep their state.
         """
-        raise EnvError("the state of these environments is not kept", **self.where)
+        raise self._not_kept()
 
     def set_state(self, state: dict) -> None:
         """Continue from a state that `get_state` of such a batch returned, without a reset.
 
         Raises `EnvError`, which names the part of the state that does not fit.
         """
-        raise EnvError("the state of these environments is not kept", **self.where)
+        raise self._not_kept()
 
     def _kept(self, one):
         "The `Kept` of an environment. Raises `EnvError` if it is None: there is no `Keeper`."
         if one is None:
-            Batch.get_state(self)  # which does nothing but raise this error
+            raise self._not_kept()
         return one
 
     def close(self) -> None:
@@ -571,9 +576,8 @@ class Batch:
             raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
         rows, t = self._at
 
-        # If the rows are full, allocate new ones. Their row 0 must be the present row. It is not
-        # copied: the new list gets the former `Row` object, which views the former memory. So row
-        # 0 in `rows.state` stays empty, and `step_into` reads row `t` through `rows.rows` only.
+        # If the rows are full, allocate new ones. Their list of `Row`s begins with the present one,
+        # which keeps its memory. So row 0 of the new memory stays unused.
         if t + 1 == len(rows):
             present = rows.rows[t]
             rows = self.rows()

@@ -288,8 +288,8 @@ class EnvFactory:
         return source, repr(self.env_kwargs)
 
     def unused(self, seed: int | None = None) -> Any:
-        """Return the environment that `spaces_of` has made in a block of `spare_environments`, or a
-        new one if there is none.
+        """Return an environment that was made only to read its spaces, if one is left over; else a
+        new one. See `spare_environments`.
         """
         spares = _spares.get() or {}
         return spares.pop(self.key) if self.key in spares else self(seed)
@@ -681,9 +681,9 @@ class Claim:
         Those in `lost` belong to another batch now, so the caller must not close them.
         """
         for b, env in self._held.items():
-            # While this claim is garbage-collected, its weak entry in `_claims` is gone already. So
-            # a later claim did not see it, and did not add the environment to `lost`. This is done
-            # here.
+            # If this claim is being garbage-collected, another one may have claimed the environment
+            # without seeing this claim in `_claims`, where references are weak. Then the
+            # environment is lost, too.
             holder = _claims.get(id(env))
             if holder is self:
                 del _claims[id(env)]

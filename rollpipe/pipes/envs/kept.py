@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -94,23 +94,23 @@ class ActionLog:
         self.nbytes += _n_bytes(self.parts[-1])
         self.new = []
 
+    def replace(self, actions: Any) -> None:
+        "Replace the content of this log by `actions`, nested `[T, ...]`; None: no actions."
+        self.parts = [] if actions is None else [actions]
+        self.n_packed = 0 if actions is None else len(nested.leaves(actions)[0])
+        self.nbytes = 0 if actions is None else _n_bytes(actions)
+
     def pack(self) -> Any:
         "All actions, nested `[T, ...]`; None if there are none."
         if self.new:
             self._pack_new()
         if len(self.parts) > 1:
-            self.go_on(nested.cat(self.parts))
+            self.replace(nested.cat(self.parts))
         return self.parts[0] if self.parts else None
-
-    def go_on(self, actions: Any) -> None:
-        "Replace the content of this log by `actions`, the result of `pack` of another log."
-        self.parts = [] if actions is None else [actions]
-        self.n_packed = 0 if actions is None else len(nested.leaves(actions)[0])
-        self.nbytes = 0 if actions is None else _n_bytes(actions)
 
     def drop(self, n: int) -> None:
         "Remove the first `n` actions."
-        self.go_on(nested.map(lambda x: _copied(x[n:]), self.pack()))
+        self.replace(nested.map(lambda x: _copied(x[n:]), self.pack()))
 
     def since(self, t: int) -> Any:
         "The actions from number `t` on, in the dtypes of the log; None if there are none."
@@ -250,18 +250,18 @@ class KeptOwn(Kept):
     def __init__(self, env: Any, name: str):
         super().__init__(env, name)
         # Outermost parts with `get_state`. Their state includes that of the parts within them.
-        self.telling = []
+        self.with_state = []
         covered = set()
         for part in self.parts:
             if has_state(part) and id(part) not in covered:
-                self.telling.append(part)
+                self.with_state.append(part)
                 covered |= {*map(id, env_parts(part))}
         self.others = [part for part in self.parts if id(part) not in covered]
 
     def state(self) -> dict:
         content = dict(
             others=copies_of(self.others),
-            own=[part.get_state() for part in self.telling],
+            own=[part.get_state() for part in self.with_state],
         )
         return dict(keeper=self.name, **capture(content))
 
@@ -270,7 +270,7 @@ class KeptOwn(Kept):
         content = restore_object(state)
         check_fits(self.others, content["others"])
         put_copies(self.others, content["others"])
-        for part, its_state in zip(self.telling, content["own"], strict=True):
+        for part, its_state in zip(self.with_state, content["own"], strict=True):
             part.set_state(its_state)
         return iter(())
 
@@ -282,6 +282,59 @@ class EpisodeTooShort(EnvError):
     """
 
 
+class _Reset(NamedTuple):
+    """A reset in the log of an environment.
+
+    Args:
+        t: number of the next action
+        seed: argument of the reset, or None
+        options: argument of the reset, or None
+    """
+
+    t: int
+    seed: Any = None
+    options: Any = None
+
+
+class _Noise(NamedTuple):
+    """In the log of an environment: here its random generators got new states.
+
+    Args:
+        t: number of the next action
+        seed: seed of the new states
+    """
+
+    t: int
+    seed: Any
+
+
+def _arguments_of(events):
+    """Index -> arguments of the events, as a state has them.
+
+    Those of a reset are `(seed, options)`, and those of a `_Noise` are `('noise', seed)`. Most
+    resets have no arguments, and have no entry here.
+    """
+    arguments = {}
+    for i, event in enumerate(events):
+        if isinstance(event, _Noise):
+            arguments[str(i)] = ("noise", event.seed)
+        elif event.seed is not None or event.options is not None:
+            arguments[str(i)] = (event.seed, event.options)
+    return arguments
+
+
+def _events_of(numbers, arguments):
+    "The events of a state, from the numbers of their next actions and the `_arguments_of` them."
+    events = []
+    for i, t in enumerate(numbers):
+        seed, options = arguments.get(str(i), (None, None))
+        if isinstance(seed, str):
+            events.append(_Noise(t, options))
+        else:
+            events.append(_Reset(t, seed, options))
+    return events
+
+
 class KeptActions(Kept):
     """Keeps actions and resets, and repeats them in a new environment.
 
@@ -291,9 +344,10 @@ class KeptActions(Kept):
         episode: repeat only the actions since the last reset, if this reaches the same state
     """
 
-    # Maximum size of a log [bytes]: its actions, 8 for each reset, and the options of the resets
+    # Maximum size of a log [bytes]: its actions, 8 for each event, and the options of the resets
     MOST = 2**26
-    # Size that is assumed for the options of one reset, without their arrays [bytes]
+    # Size that is assumed for the options of one reset without their arrays, or for a `_Noise`
+    # [bytes]
     OPTIONS = 512
 
     def __init__(self, env: Any, name: str, episode: bool):
@@ -305,20 +359,21 @@ class KeptActions(Kept):
         self.random = None
         self.constructed: Any = None
 
-        # The actions, and in `resets` `(number of the next action, seed, options)` of each reset.
-        # An entry `(number of the next action, 'noise', seed)` says that the random generators got
-        # new states there.
+        # What has happened to the environment: its actions in `log`, and between them the `events`,
+        # of class `_Reset` or `_Noise`
         self.log = ActionLog()
-        self._take_resets([])
+        self._take_events([])
         self.is_whole = True  # is everything since the first reset in the log?
         self.is_lost = False  # were there too many actions, so that not even the episode is in it?
 
-        # The present episode: the number of its reset, and copies of the attributes before the
-        # reset. `crc` is the checksum of the answers since that reset. Without `episode`, it is the
-        # checksum since the first reset.
-        self.last = 0
+        # Index in `events` of the reset with which the present episode began; without `episode`: 0
+        self.last_reset = 0
+        # Copies of the attributes before that reset; None: without `episode`, or in the first
+        # episode
         self.before: Any = None
-        self.crc = 0
+        # Checksum of the environment's answers: with `episode`, of those since the last reset;
+        # without, of all
+        self.answers_crc = 0
         self.repeats = None  # 'all' or 'episode': the part that the last `restore` repeated
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
@@ -331,36 +386,39 @@ class KeptActions(Kept):
             self._begin_episode()
 
         # A copy, because a vector changes its options.
-        self.resets.append((len(self.log), seed, copy.deepcopy(options)))
-        self.option_bytes += self._bytes_of(options)
+        event = _Reset(len(self.log), seed, copy.deepcopy(options))
+        self.events.append(event)
+        self.option_bytes += self._bytes_of(event)
 
-    def _take_resets(self, resets):
-        "Replace the resets in the log, and count the bytes of their options."
-        self.resets = resets
-        self.option_bytes = sum(self._bytes_of(options) for _, _, options in resets)
+    def _take_events(self, events):
+        "Replace the events in the log, and count their bytes."
+        self.events = events
+        self.option_bytes = sum(map(self._bytes_of, events))
 
-    def _bytes_of(self, options):
-        "Estimated size of the options of a reset [bytes]."
-        if options is None:
+    def _bytes_of(self, event):
+        "Estimated size of the options of a reset, or of a `_Noise` [bytes]."
+        if isinstance(event, _Noise):
+            return self.OPTIONS
+        if event.options is None:
             return 0
-        return self.OPTIONS + sum(getattr(x, "nbytes", 0) for x in nested.leaves(options))
+        return self.OPTIONS + sum(getattr(x, "nbytes", 0) for x in nested.leaves(event.options))
 
     def _begin_episode(self):
         "Take the attributes before a reset, from which a replay of the new episode begins."
         self.before = copies_of(self.parts, complete=False)
-        self.crc = 0
+        self.answers_crc = 0
         self.is_lost = False
 
         # Earlier episodes can be replayed only from the first one on. If the log lacks some of
         # them, the others are of no use.
         if not self.is_whole:
             self._forget()
-        self.last = len(self.resets)
+        self.last_reset = len(self.events)
 
     def _forget(self):
         "Drop the whole log."
         self.log = ActionLog()
-        self._take_resets([])
+        self._take_events([])
         self.is_whole = False
 
     def step(self, action: Any) -> None:
@@ -372,15 +430,15 @@ class KeptActions(Kept):
 
     def _n_bytes(self):
         "Size of the log [bytes]."
-        return self.log.nbytes + 8 * len(self.resets) + self.option_bytes
+        return self.log.nbytes + 8 * len(self.events) + self.option_bytes
 
     def _shorten(self):
         "Drop the episodes before the present one. If the log is still too large, drop all actions."
-        resets = self.resets[self.last :]
-        begin, _, _ = resets[0]
+        events = self.events[self.last_reset :]
+        begin = events[0].t
         self.log.drop(begin)
-        self._take_resets([(t - begin, *x) for t, *x in resets])
-        self.last = 0
+        self._take_events([event._replace(t=event.t - begin) for event in events])
+        self.last_reset = 0
         self.is_whole = False
         if self._n_bytes() > self.MOST:
             self._forget()
@@ -388,14 +446,14 @@ class KeptActions(Kept):
 
     def answered(self, answer: Any) -> None:
         if not isinstance(answer, tuple):
-            self.crc = answer_checksum(answer, self.crc)
+            self.answers_crc = answer_checksum(answer, self.answers_crc)
             return
 
         # A reset of single and vector environments returns `(obs, info)`, and a step more values.
         # Only observation and reward count.
         n_parts = 2 if len(answer) > 2 else 1
         for part in answer[:n_parts]:
-            self.crc = answer_checksum(part, self.crc)
+            self.answers_crc = answer_checksum(part, self.answers_crc)
 
     def state(self) -> dict:
         if self.is_lost:
@@ -405,28 +463,22 @@ class KeptActions(Kept):
                 "or `get_state` and `set_state` in its class",
             )
 
-        # A checksum of the environment, by which a replay of the episode is compared with it. If
-        # the checksum does not see everything, and earlier episodes are lost, no replay is sure.
+        # A replay of the episode is right if it reaches this checksum. If the log lacks earlier
+        # episodes, there is no other replay, so the checksum must see everything.
         reached = None if self.before is None else EnvChecksum(self.env)
         if not self.is_whole and reached is not None and reached.unseen:
             problem = "it has taken too many actions, and those of the episode may not be enough"
             raise EnvError(problem, got=reached.unseen)
 
-        # Only resets with arguments have an entry here, because most resets have none.
-        arguments = {
-            str(i): (seed, options)
-            for i, (_, seed, options) in enumerate(self.resets)
-            if seed is not None or options is not None
-        }
         content = dict(
             random=self.random,
             constructed=self.constructed,
-            resets=np.array([t for t, *_ in self.resets], np.int64),
-            arguments=arguments,
+            resets=np.array([event.t for event in self.events], np.int64),
+            arguments=_arguments_of(self.events),
             actions=self.log.pack(),
-            last=self.last,
+            last=self.last_reset,
             before=self.before,
-            crc=self.crc,
+            crc=self.answers_crc,
             reached=None if reached is None else (reached.crc, reached.unseen),
             is_whole=self.is_whole,
         )
@@ -443,26 +495,27 @@ class KeptActions(Kept):
         # Continue the log of the environment from which the state comes.
         self.random = content["random"]
         self.constructed = content["constructed"]
-        arguments = content["arguments"]
-        numbers = content["resets"].tolist()
-        self._take_resets(
-            [(t, *arguments.get(str(i), (None, None))) for i, t in enumerate(numbers)]
-        )
-        self.log.go_on(content["actions"])
-        self.last = content["last"]
+        self._take_events(_events_of(content["resets"].tolist(), content["arguments"]))
+        self.log.replace(content["actions"])
+        self.last_reset = content["last"]
         self.before = content["before"]
         self.is_whole = content["is_whole"]
 
-        # The actions of the episode are enough if a checksum sees everything in the environment.
-        # Otherwise the unseen part may depend on earlier episodes. Then all actions are repeated,
-        # unless the log lacks earlier episodes. Without `before`, all actions are always repeated.
-        needs_all = self.before is None
-        if not needs_all:
-            _, unseen = content["reached"]
-            needs_all = unseen is not None and self.is_whole
-        self.repeats = "all" if needs_all else "episode"
-        steps = self._repeat_all(content) if needs_all else self._repeat_episode(content)
-        return self._with_noise(steps, state.get("noise"))
+        self.repeats = self._what_to_repeat(content)
+        repeat = self._repeat_all if self.repeats == "all" else self._repeat_episode
+        return self._with_noise(repeat(content), state.get("noise"))
+
+    def _what_to_repeat(self, content):
+        """Which actions a replay repeats: 'all', or those of the present 'episode'.
+
+        All, if the attributes before the episode are not in the state. All, too, if a checksum does
+        not see everything in the environment, because what it does not see may depend on earlier
+        episodes. The log may lack these; then the episode has to be enough.
+        """
+        if self.before is None:
+            return "all"
+        _, unseen = content["reached"]
+        return "all" if unseen is not None and self.is_whole else "episode"
 
     def _with_noise(self, steps, noise):
         """Take the steps of a replay, and then give the random generators new states.
@@ -472,19 +525,19 @@ class KeptActions(Kept):
         """
         yield from steps
         if noise is not None:
-            self.resets.append((len(self.log), "noise", noise))
+            self.events.append(_Noise(len(self.log), noise))
             change_noise(self.parts, noise)
 
     def _repeat_episode(self, content):
         self.env.reset(seed=1)
         # A copy, because the environment will change the objects that it gets
         put_copies(self.parts, restore_object(capture(self.before)))
-        yield from self._repeat(self.last)
+        yield from self._repeat(self.last_reset)
 
         # The checksums of the environment and of its answers must be those of the state.
         reached = EnvChecksum(self.env)
         crc_of_env, _ = content["reached"]
-        if reached.crc == crc_of_env and self.crc == content["crc"]:
+        if reached.crc == crc_of_env and self.answers_crc == content["crc"]:
             return
         if self.is_whole:
             raise EpisodeTooShort("the actions of the episode do not make its state")
@@ -497,7 +550,7 @@ class KeptActions(Kept):
         # A copy, because the environment will change the objects that it gets
         put_copies(self.parts, restore_object(capture(self.constructed)))
         yield from self._repeat(0)
-        if self.crc != content["crc"]:
+        if self.answers_crc != content["crc"]:
             self._refuse(
                 content, "its code has changed, or depends on more than its seed and its actions"
             )
@@ -506,7 +559,7 @@ class KeptActions(Kept):
         raise EnvError(
             f"a replay of its actions gives other observations or rewards: {why}",
             expected=f"the checksum {content['crc']}, or `get_state` and `set_state` in its class",
-            got=str(self.crc),
+            got=str(self.answers_crc),
         )
 
     def repeat_all(self, state: dict) -> None:
@@ -517,28 +570,28 @@ class KeptActions(Kept):
         self.before = content["before"]
 
     def _repeat(self, first):
-        "Repeat the resets, actions and changes of noise in the log, from reset number `first` on."
-        begin, _, _ = self.resets[first]
+        "Repeat the actions and events in the log, from the event with the index `first` on."
+        begin = self.events[first].t
         actions = self._actions(self.log.since(begin))
-        resets = deque(self.resets[first:])
+        events = deque(self.events[first:])
 
-        # Before each action come the resets with its number. The None at the end stands for an
-        # action that was not taken, because resets may follow the last action.
+        # Before each action come the events with its number. The None at the end stands for an
+        # action that was not taken, because events may follow the last action.
         for t, action in enumerate([*actions, None], begin):
-            while resets and resets[0][0] == t:
-                _, seed, options = resets.popleft()
-                if isinstance(seed, str):  # 'noise'
-                    change_noise(self.parts, options)
+            while events and events[0].t == t:
+                event = events.popleft()
+                if isinstance(event, _Noise):
+                    change_noise(self.parts, event.seed)
                 else:
-                    self._repeat_reset(seed, options)
+                    self._repeat_reset(event)
             yield
             if action is not None:
                 self.answered(self.env.step(action))
 
-    def _repeat_reset(self, seed, options):
+    def _repeat_reset(self, event):
         if self.episode:
-            self.crc = 0
-        arguments = dict(seed=seed, options=copy.deepcopy(options))
+            self.answers_crc = 0
+        arguments = dict(seed=event.seed, options=copy.deepcopy(event.options))
         arguments = {name: x for name, x in arguments.items() if x is not None}
         self.answered(self.env.reset(**arguments))
 

@@ -26,11 +26,11 @@ CONSTANT = float, int, str, np.generic
 def own(x: Any) -> Any:
     "Copy the arrays and tensors in a reward or an info. Objects of other classes are not copied."
     if isinstance(x, (dict, Mapping)):
-        return {key: y if isinstance(y, CONSTANT) else _own(y) for key, y in x.items()}
-    return x if isinstance(x, CONSTANT) else _own(x)
+        return {key: y if isinstance(y, CONSTANT) else _copied(y) for key, y in x.items()}
+    return x if isinstance(x, CONSTANT) else _copied(x)
 
 
-def _own(x):
+def _copied(x):
     try:
         return nested.snapshot(x)
     except Exception:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PATIENCE', 'log', 'Traits', 'trait', 'Held', 'held_by', 'is_shared', 'swapped', 'EditsByClass', 'Keeps', 'Watch',
-           'opened', 'close', 'Pipe', 'Source', 'Seeded', 'numbered', 'named_pipes', 'stream_state', 'restore_stream',
+           'close', 'opened', 'Pipe', 'Source', 'Seeded', 'numbered', 'named_pipes', 'stream_state', 'restore_stream',
            'unknown_states']
 
 # %% ../../../nbs/pipes/03_graph/03_pipe.ipynb #65e5601d
@@ -45,26 +45,27 @@ class Traits:
     any_strides: bool = False
     # may the pipe read many items without yielding one? If so, a warning is logged when it does
     drops_items: bool = True
-    # may the pipe be fused with a neighbour, so that another object makes its items? A `fusion`
-    # does so for a stacker, and a stepper for a collector.
+    # may the pipe and a neighbour be run as one, because this is faster?
     fusible: bool = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # The bases are visited from the oldest on. A base that overrides a method of older bases
-        # ends all promises of these. Say `A` promises `reads = 1`. A subclass that overrides
-        # `A.stream` has the default of `reads`, unless it promises a value itself; one that only
-        # adds a new method still has `reads = 1`.
+        # Go through the bases from the oldest on. A base that overrides a method of older bases
+        # ends their promises. Say `A` promises `reads = 1`. A subclass that overrides `A.stream`
+        # has the default of `reads`, unless it promises a value itself; one that only adds a new
+        # method still has `reads = 1`.
         names_so_far = set()
-        promised = set()  # names in the last base that overrides a method, and in the later bases
+        names_since_override = set()  # in the last base that overrides, and in the later ones
         for base in reversed(cls.__mro__):
             methods = {name for name, x in vars(base).items() if _is_method(name, x)}
             if methods & names_so_far:
-                promised = set()
-            promised |= vars(base).keys()
+                names_since_override = set()
+            names_since_override |= vars(base).keys()
             names_so_far |= vars(base).keys()
+
+        # Promises of older bases no longer hold.
         for name in ("reads", "keeps_items", "any_strides", "drops_items", "fusible"):
-            if name not in promised:
+            if name not in names_since_override:
                 setattr(cls, name, getattr(Traits, name))
 
 
@@ -81,8 +82,8 @@ def trait(pipe: IterDataPipe, name: str) -> Any:
     return getattr(pipe, name, default)
 
 # %% ../../../nbs/pipes/03_graph/03_pipe.ipynb #3ed2b2cd
-# Attributes of a pipe that belong to its present iteration, so that copies do not get them: `kept`,
-# see `Keeps`, and `running`, which is the open lanes of `Lanes` or the open writer of `Recorder`
+# Attributes that belong to the present iteration of a pipe, so that its copies do not get them:
+# what it keeps from item to item, and what it has opened, such as the lanes of `Lanes`
 _OF_ITERATION = "kept", "running"
 
 
@@ -246,13 +247,6 @@ class Keeps:
 # took 30 s.
 PATIENCE = 100_000, 100, 30
 log = logging.getLogger("rollpipe")
-# A pipe of torch does not count the items that it reads, so the nearest of our pipes above it does:
-# 1. A pipe of torch opens its input when its own first item is read. Before that, `_watched` puts a
-#    `Watch` here, as `.watch`, for this thread.
-# 2. The first of our pipes that then begins to iterate is the nearest one above the pipe of torch.
-#    Its `__iter__` takes the watch away, so that pipes further above do not find it.
-# 3. That pipe yields its items through `_counted_for`, which counts them.
-_waiting = threading.local()
 
 
 class Watch:
@@ -288,11 +282,59 @@ class Watch:
         return True
 
 
+def close(items: Any) -> None:
+    "Close an iterator, if it has a method `close`."
+    if hasattr(items, "close"):
+        items.close()
+
+
+# `.watch` is the watch that `_watched` offers in this thread, or None.
+_offered = threading.local()
+
+
+def _watched(items, watch):
+    """Yield from `items`, the iterator of a pipe of torch, and warn as `watch` does.
+
+    A pipe of torch, such as `Filter`, does not count the items that it reads. So the nearest of our
+    pipes above it counts the items that it yields, in `_counted_for`. It gets the watch like this:
+    a pipe of torch opens its input when its own first item is read. Meanwhile the watch is offered,
+    and the first of our pipes that begins to iterate takes it (`_taken_watch`).
+    """
+    before = getattr(_offered, "watch", None)
+    _offered.watch = watch
+    try:
+        try:
+            first = list(islice(items, 1))
+        finally:
+            _offered.watch = before
+        watch.has_yielded = True
+        if first:
+            yield first.pop()
+        yield from items
+    finally:
+        close(items)
+
+
+def _taken_watch():
+    "The watch that is offered, or None. It is taken away, so that pipes further above get none."
+    watch = getattr(_offered, "watch", None)
+    _offered.watch = None
+    return watch
+
+
+def _counted_for(watch, items):
+    "Yield from `items`, and count them for the pipe of torch below, to which `watch` belongs."
+    try:
+        yield from chain(watch.counted(items), items)
+    finally:
+        close(items)
+
+
 def opened(pipe: IterDataPipe) -> Iterator:
     """An iterator of `pipe`.
 
-    If `pipe` is one of torch's, the items that it reads before it yields its first item are
-    counted, see `_waiting`.
+    If `pipe` is one of torch's that may read many items without yielding one, a warning is logged
+    when it does.
     """
     # The pipes of torch from `pipe` on, up to the first one of ours
     foreign = []
@@ -306,44 +348,6 @@ def opened(pipe: IterDataPipe) -> Iterator:
     names = [type(x).__name__ for x in foreign if trait(x, "reads") != 1]
     items = iter(pipe)
     return _watched(items, Watch(" or ".join(names))) if names else items
-
-
-def _watched(items, watch):
-    """Yield from `items`, the iterator of a pipe of torch.
-
-    Until its first item arrives, `_waiting` has `watch` for the pipe that will count. This is
-    step 1 of the list at `_waiting`.
-    """
-    before = getattr(_waiting, "watch", None)
-    _waiting.watch = watch
-    try:
-        try:
-            first = list(islice(items, 1))
-        finally:
-            _waiting.watch = before
-        watch.has_yielded = True
-        if first:
-            yield first.pop()
-        yield from items
-    finally:
-        close(items)
-
-
-def _counted_for(watch, items):
-    """Yield from `items`, and count them for the pipe of torch below, whose watch is `watch`.
-
-    This is step 3 of the list at `_waiting`.
-    """
-    try:
-        yield from chain(watch.counted(items), items)
-    finally:
-        close(items)
-
-
-def close(items: Any) -> None:
-    "Close an iterator, if it has a method `close`."
-    if hasattr(items, "close"):
-        items.close()
 
 
 def _in_few_threads(items, pipe):
@@ -403,10 +407,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         raise NotImplementedError(f"{type(self).__name__} must define stream(self, items)")
 
     def __iter__(self):
-        # Only a pipe right above one of torch finds a watch here, and takes it away: step 2 of the
-        # list at `_waiting`.
-        watch = getattr(_waiting, "watch", None)
-        _waiting.watch = None
+        # There is a watch only if a pipe of torch reads this pipe, see `_watched`.
+        watch = _taken_watch()
         return self._run() if watch is None else _counted_for(watch, self._run())
 
     def _run(self, **options) -> Iterator:
@@ -417,9 +419,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         """
         begin = partial(self._items, **options)
         items = begin() if self.timer is None else self.timer.stream(begin)
-        # `_in_few_threads` computes with one thread while the items are made, if the networks are
-        # small. The last pipe of a graph begins first. The pipes above it begin within its block.
-        # If the block has set one thread, they find this here, and need no block of their own.
+        # One thread is set already if another of our pipes reads this one: its `_in_few_threads`
+        # is then open.
         return items if torch.get_num_threads() == 1 else _in_few_threads(items, self)
 
     def _items(self, items=None, **options):

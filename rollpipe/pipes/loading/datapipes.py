@@ -13,6 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper, Mapper, ShardingFil
 from torch.utils.data.graph import traverse_dps
 
 # %% ../../../nbs/pipes/02_loading/00_datapipes.ipynb #1ac976b8
+# nbdev adds these names to `__all__`.
 _all_ = [
     "IterDataPipe",
     "MapDataPipe",
@@ -24,8 +25,11 @@ _all_ = [
 
 # %% ../../../nbs/pipes/02_loading/00_datapipes.ipynb #913330be
 def _own_in_each_thread():
-    "A property that has a value of its own in each thread: None until the thread sets it."
-    values = threading.local()
+    """A property of a metaclass, so an attribute of its classes, with one value for each thread.
+
+    The value is None until the thread sets it.
+    """
+    values = threading.local()  # its attributes, here class -> value, are those of the thread
 
     def read(cls):
         return vars(values).get(cls)
@@ -36,8 +40,8 @@ def _own_in_each_thread():
     return property(read, write)
 
 
-# While `traverse_dps` looks at a graph, it sets these two class attributes for the whole process.
-# Another thread that pickles or copies a pipe meanwhile would get a stub. So a property of the
-# metaclass takes the place of each attribute. The metaclass of `IterDataPipe` inherits it.
+# While `traverse_dps` looks at a graph, it sets these two attributes of the classes of pipes, and
+# another thread that pickles or copies a pipe meanwhile would get a stub. So each becomes such a
+# property. The metaclass of `IterDataPipe` inherits it from this one.
 for _name in ("reduce_ex_hook", "getstate_hook"):
     setattr(type(MapDataPipe), _name, _own_in_each_thread())
