@@ -63,15 +63,15 @@ class _Moments:
 
 
 class _Begin:
-    """Makes the moments with which an iteration begins; a pipe shares this object with its copies.
+    """Lets a pipe see the moments of its copies, because iterations run in copies.
 
-    Copies of a pipe share every callable by reference, so this object is callable. `first` is the
-    state with which the moments begin. `newest` are the moments in use, which `state_dict` returns.
+    A pipe and its copies share this object: copies share every callable by reference, and so this
+    object is callable. A call makes the moments with which an iteration begins.
     """
 
     def __init__(self):
-        self.first = {}
-        self.newest = _Moments()
+        self.first = {}  # the arguments of the moments with which an iteration begins
+        self.newest = _Moments()  # those of the copy that read the last item
 
     def __call__(self):
         self.newest = _Moments(**self.first)
@@ -137,8 +137,8 @@ class RewardScaler(Pipe):
     """
 
     reads = 1
-    # values -> list of the values of all processes that share the scale. Here it is one process;
-    # `ranks.division` puts the function of several ranks in this place.
+    # `gathered(values)` is a list with the values of each process that shares the scale. Here only
+    # this process does. With several ranks, `ranks.division` sets another function.
     gathered: Any = staticmethod(lambda values: [values])
 
     def __init__(

@@ -52,7 +52,7 @@ class Branch(NamedTuple):
         folder: folder of the branch
         parent: folder of the run that the branch is a fork of
         at: number of updates before the branch begins
-        noise: see `fork`
+        noise: 0: it draws the same random numbers as its parent; 1, 2, ...: others, see `fork`
         edit: option -> value; empty for a twin
     """
 
@@ -86,8 +86,8 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
             twin = Branch(out / f"at{n}-{noise}", parent, n, noise, {})
             branches.append(twin)
 
-            # Each twin has an edited branch for each value. The branch continues with the noise of
-            # the twin, so its own number of noise is 0.
+            # Each twin has an edited branch for each value. It draws the same random numbers as the
+            # twin, which is its parent, so its noise is 0.
             for name, values in options.items():
                 for x in values:
                     text = f"{twin.folder.name}-{name}={x}"
@@ -105,7 +105,7 @@ def _comparable(folder):
     "Number of an update of a run -> its metrics, without those in `_OTHER`."
     comparable = {}
     for record in records_of(folder):
-        # A record without episodes has only the last evaluation.
+        # The last record may have nothing but an evaluation. It lacks the number of episodes.
         if "episodes" in record:
             names = [name for name in record if not name.startswith(_OTHER)]
             comparable[int(record["updates"])] = {name: record[name] for name in names}

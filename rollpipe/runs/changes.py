@@ -258,7 +258,7 @@ def _check_pipes(before: Any, run: Run) -> None:
         )
 
 # %% ../../nbs/runs/09_changes.ipynb #11ve0001
-# The requests `do`
+# The words that a request has as `do`
 WISHES = ("pause", "go_on", "save", "stop")
 
 
@@ -276,7 +276,7 @@ def check_wish(wish: Any) -> dict:
             return wish
         case {"set": {**options}, **rest} if options and not rest:
             return wish
-        case {"insert": str(edit), "kwargs": {}, **rest} if not rest:
+        case {"insert": str(edit), "kwargs": {}, **rest} if not rest:  # `{}` is any dict
             if re.fullmatch(r"[A-Za-z_][\w.]*:\w+", edit):
                 return wish
     raise DataError(
@@ -310,7 +310,7 @@ def make_edit(run: Run, edit: dict, updates: Any = None) -> Run:
         if load_checkpoint(edited.checkpoint).history != edited.history:
             raise
     if updates is not None:
-        updates.is_whole = False
+        updates.is_whole = False  # the checkpoint has its last update, so no other one is needed
     with suppress(OSError):
         edited.history.write(edited.folder, edited.due)  # a resume writes it again
     return edited
@@ -351,20 +351,20 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
     while True:
         # A signal waits until all requests are answered.
         with uninterrupted(updates.signals):
-            for question, wish in mailbox.take():
+            for file, request in mailbox.take():
                 try:
-                    run = _with_wish(run, wish, updates)
+                    run = _with_request(run, request, updates)
                 except (Exception, SystemExit) as e:  # a script may end while it is imported
                     is_ours = isinstance(e, (PipeError, OSError))
-                    mailbox.answer(question, str(e) if is_ours else describe_exception(e), False)
+                    mailbox.answer(file, str(e) if is_ours else describe_exception(e), False)
                     continue
 
                 # A pause lasts until a request ends it. `save` and edits do not end it.
-                do = wish.get("do")
+                do = request.get("do")
                 if do in ("pause", "go_on", "stop"):
                     state = do
                 mailbox.show(state == "pause")
-                mailbox.answer(question, _done(run, do), True)
+                mailbox.answer(file, _done(run, do), True)
             if state == "stop":
                 updates.journal.edited(run.history.edits)
                 raise Stopped(signal.SIGINT)
@@ -375,28 +375,28 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
     return run
 
 
-def _with_wish(run: Run, wish: Any, updates: Any) -> Run:
+def _with_request(run: Run, request: Any, updates: Any) -> Run:
     """Do what a request asks for, except for pausing and stopping. Returns the run that continues.
 
     The run is saved after an edit, and for the requests "save" and "stop".
 
     Args:
         run: the run so far
-        wish: the request, or the error of reading it, which is raised
+        request: see `check_wish`; or the error of reading it, which is raised
         updates: the `Updates` of the training
     """
-    if isinstance(wish, Exception):
-        raise wish
-    check_wish(wish)
+    if isinstance(request, Exception):
+        raise request
+    check_wish(request)
     if run.config.get("ranks", 1) > 1:
         raise DataError("several ranks learn together", expected="a run of one rank")
-    if "do" not in wish:
-        if "insert" in wish:
-            allow_edits(wish["insert"].partition(":")[0])
-        return make_edit(run, wish, updates)
+    if "do" not in request:
+        if "insert" in request:
+            allow_edits(request["insert"].partition(":")[0])
+        return make_edit(run, request, updates)
 
     # The requests "save" and "stop" get a checkpoint of this update.
-    if wish["do"] in ("save", "stop"):
+    if request["do"] in ("save", "stop"):
         updates.journal.mark()
         if run is updates.run:
             updates.save()  # an edited run is saved already
@@ -424,7 +424,9 @@ def edit_command(
     timeout: float = 60.0,
     imports: Sequence = (),
 ) -> None:
-    """Ask a training, and print its answers. Raises `DataError` for the first wish that is refused.
+    """Send requests to a training, and print its answers.
+
+    Raises `DataError` for the first request that is refused.
 
     Args:
         run: folder of a run that trains
@@ -440,9 +442,9 @@ def edit_command(
     """
     # The edits come first. The user must name the module of an inserted function.
     training = open_run(run)
-    wishes: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     if changes:
-        wishes.append(dict(set=options_in(changes, run)))
+        requests.append(dict(set=options_in(changes, run)))
     if insert:
         name, *words = insert.split(",")
         module = name.partition(":")[0]
@@ -453,14 +455,14 @@ def edit_command(
                 expected=f"--import {module}",
                 got="no such --import",
             )
-        wishes.append(dict(insert=name, kwargs=parse_env_kwargs(words)))
+        requests.append(dict(insert=name, kwargs=parse_env_kwargs(words)))
 
     # The other requests follow. Each is sent when the one before it is answered.
     asked = dict(zip(WISHES, (pause, go_on, save, stop), strict=True))
-    wishes += [dict(do=name) for name, is_asked in asked.items() if is_asked]
-    if not wishes:
+    requests += [dict(do=name) for name, is_asked in asked.items() if is_asked]
+    if not requests:
         raise DataError(
             "nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop"
         )
-    for wish in wishes:
-        print(ask(training.folder, wish, timeout), flush=True)
+    for request in requests:
+        print(ask(training.folder, request, timeout), flush=True)

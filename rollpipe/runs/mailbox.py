@@ -82,23 +82,23 @@ class Mailbox:
         return (self.folder / INBOX).is_dir()
 
     def take(self, before: float = math.inf) -> Iterator[tuple]:
-        """Take the requests, the oldest first, as `(file, wish)`.
+        """Take the requests, the oldest first, as `(file, request)`.
 
-        If a file is not JSON, the error of reading it stands for the wish.
+        If a file is not JSON, the error of reading it stands for the request.
 
         Args:
             before: only requests that were sent before this time are taken [ns]
         """
-        questions = []
+        files = []
         with suppress(FileNotFoundError):  # the last process that asked removes the folder
-            questions += (self.folder / INBOX).glob("*.ask")
-        for asked_at, path in sorted((_time_of(path), path) for path in questions):
-            if asked_at >= before:
+            files += (self.folder / INBOX).glob("*.ask")
+        for sent_at, path in sorted((_time_of(path), path) for path in files):
+            if sent_at >= before:
                 continue
             try:
-                wish = json.loads(read_file(path))
+                request = json.loads(read_file(path))
             except (DataError, OSError, ValueError, RecursionError) as e:
-                wish = e
+                request = e
 
             # The training removes the file to take the request, and the other process to withdraw
             # it. Only the first of them succeeds, so a request is either taken or withdrawn. A
@@ -108,7 +108,7 @@ class Mailbox:
                     path.rmdir()
                 else:
                     path.unlink()
-                yield path, wish
+                yield path, request
 
     def answer(self, path: Path, text: str, is_made: bool) -> None:
         """Write the answer to a request. If the disk is full, it is logged.
@@ -168,16 +168,16 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     # On Windows, `owner_of` never finds a process, so a missing training is noticed by the timeout.
     if os.name != "nt" and not owner_of(folder):
         raise DataError(f"no training in {folder}", expected="a run that trains now")
-    question = folder / INBOX / f"{secrets.token_hex(16)}.ask"
-    answer = question.with_suffix(".answer")
-    _write(question, wish)
+    request_file = folder / INBOX / f"{secrets.token_hex(16)}.ask"
+    answer_file = request_file.with_suffix(".answer")
+    _write(request_file, wish)
     deadline = monotonic() + timeout
     try:
         # If the training has taken the request, it will answer, though perhaps late, unless it is
         # killed. So after `timeout`, a request is given up only if it was not taken, or if no
         # process trains any more.
-        while not answer.exists():
-            if monotonic() > deadline and (question.exists() or not owner_of(folder)):
+        while not answer_file.exists():
+            if monotonic() > deadline and (request_file.exists() or not owner_of(folder)):
                 process = owner_of(folder) or "which has ended"
                 raise DataError(
                     f"{folder} did not answer within {timeout:g} s",
@@ -185,15 +185,15 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
                     got=f"process {process}: it may be dead, or within a long update",
                 )
             sleep(0.02)
-        reply = json.loads(read_file(answer))
+        answer = json.loads(read_file(answer_file))
     finally:
-        for path in (question, answer):
+        for path in (request_file, answer_file):
             path.unlink(missing_ok=True)
         with suppress(OSError):
-            question.parent.rmdir()  # fails if there are other requests
-    if not reply["made"]:
-        raise DataError(f"{folder} refuses", got=reply["text"])
-    return reply["text"]
+            request_file.parent.rmdir()  # fails if there are other requests
+    if not answer["made"]:
+        raise DataError(f"{folder} refuses", got=answer["text"])
+    return answer["text"]
 
 # %% ../../nbs/runs/08_mailbox.ipynb #e1e28e90
 def _state(folder: Path) -> str:
@@ -372,12 +372,12 @@ class OpenRun(NamedTuple):
                 function
         """
         if insert is not None:
-            wish: dict = dict(insert=insert, kwargs=options)
+            request: dict = dict(insert=insert, kwargs=options)
         else:
-            wish = dict(set=options) if options else {}
+            request = dict(set=options) if options else {}
         if do is not None:
-            wish["do"] = do
-        return ask(self.folder, wish, timeout)
+            request["do"] = do
+        return ask(self.folder, request, timeout)
 
     def journal(self, n: int = 5) -> list:
         """The last `n` lines of the journal, and all lines with edits, but at most 20 lines.

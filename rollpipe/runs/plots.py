@@ -81,8 +81,8 @@ def _differs(name: str, options: list[dict]) -> bool:
 def _config(run: str | Path) -> dict:
     """The configuration of a run for comparisons.
 
-    All values that may differ between runs are among its `options`, with those that are not options
-    otherwise. Raises `DataError` if there is no run, or if its configuration is damaged.
+    Its `options` also have values that are no options, but may differ between runs, such as noise
+    and lag. Raises `DataError` if there is no run, or if its configuration is damaged.
     """
     # Read the file, and refuse a damaged one before anything is drawn.
     path = Path(run) / REQUEST

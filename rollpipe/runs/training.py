@@ -46,6 +46,11 @@ _log = logging.getLogger("rollpipe")
 __all__ = ['reading', 'Costs', 'Meters', 'save_in_turn', 'StopAfter', 'Updates', 'observed', 'interruption', 'train']
 
 # %% ../../nbs/runs/12_training.ipynb #c1e054ea
+def _no_metrics() -> dict:
+    "The metrics about workers where there are no workers."
+    return {}
+
+
 @contextmanager
 def reading(run: Run) -> Iterator[tuple]:
     """A context with the batches of a run, collected in this process or by workers.
@@ -67,7 +72,7 @@ def reading(run: Run) -> Iterator[tuple]:
     config = run.config
     if not config.get("workers"):
         with closing(iter(run.pipe)) as batches:
-            yield batches, dict, run.pipe
+            yield batches, _no_metrics, run.pipe
         return
     with torchdata.DataLoader2(run.pipe, reading_service=reading_for(config)) as loader:
 
@@ -158,6 +163,10 @@ class StopAfter(Observer):
 class Updates:
     """Makes the updates of a run: learns from each batch, counts it, and makes its record.
 
+    A signal, such as that of Ctrl-C, never interrupts learning or saving (see `uninterrupted`). If
+    it arrives while a batch is collected, it waits for the end of this batch, but at most
+    `PATIENCE`. If it arrives later, it waits for the end of the update.
+
     Args:
         run: a `Run`, whose counters are changed
         observers: the observers of the training; None: there are none
@@ -170,10 +179,10 @@ class Updates:
         self.infos = EpisodeInfos(infos_named(run.config.get("info")))
         self.journal = Journal(None, run.counters, {})
         self.make: Callable = run.agent.update  # a training replaces it, see `Observers.around`
-        self.health: Callable = dict  # () -> metrics about the workers
+        self.health: Callable = _no_metrics  # () -> metrics about the workers
 
-        # Whether the rows of batches are episodes. Rows that are sampled from recorded data are
-        # not.
+        # Whether batches have new steps in their order, so that episodes can be counted. Samples of
+        # recorded data, from a `DataSampler`, have no such order.
         is_sampled = run.pipe is not None and find(run.pipe, DataSampler)
         self.is_live = not is_sampled
 
@@ -229,6 +238,8 @@ class Updates:
             seconds=counters["seconds"] + duration,
         )
         self.journal.learned(counters)
+
+        # After the first update of a resumed run, its folder takes over what the resume changed.
         self.run.settle()
 
         # Make the record. The counters `resumes` and `evaluations` are no metrics.
@@ -298,12 +309,12 @@ class Updates:
 
         Args:
             batches: the batches of the run
-            delay: see `uninterrupted`
+            delay: the delay of signals, from `uninterrupted`
         """
-        delay.collecting()
+        delay.collecting()  # from now on, a signal waits at most `PATIENCE`
         try:
             batch = next(batches, None)
-            delay.learning()
+            delay.learning()  # from now on, it waits for the end of the update
             return batch
         except BaseException:
             # The stream was stopped within a batch, where it has no state. The last checkpoint of
@@ -315,7 +326,7 @@ class Updates:
 
     def save(self) -> None:
         "Write an extra line of the journal, and then a checkpoint."
-        self.run.settle()
+        self.run.settle()  # for a run that stops before its first update
         self.journal.mark()
         self.run.save()
         self.is_whole = False
@@ -449,21 +460,27 @@ def _train_to_edit(
         news,
     )
 
-    # All these contexts end in reverse order, also after an error.
+    # The order of these contexts matters. Observers of the stage "saved", such as evaluations, fork
+    # this process, so they begin while there are neither workers nor threads. Some other observers
+    # start threads, so they begin after the workers, which may be forked, too. The contexts end in
+    # reverse order, also after an error.
     updates = Updates(run, observers)
     after = run
     with (
         ranks.distributed(run.agent, size=run.config.get("ranks", 1)),
-        observers.begun(run, "saved"),  # fork this process, so before workers
-        costs.reading(run) as (batches, updates.health, graph),
-        journal_of(run) as updates.journal,
-        observers.begun(run, "update", "record"),  # last, because some start threads
+        observers.begun(run, "saved"),
+        costs.reading(run) as (batches, health, graph),
+        journal_of(run) as journal,
+        observers.begun(run, "update", "record"),
         _saved_at_end(updates, graph),
     ):
+        updates.health = health
+        updates.journal = journal
         updates.make = observers.around(updates.make)
         updates.start_clock()
 
-        # Each turn of the loop is one update.
+        # Each turn of the loop is one update. A signal within the inner block takes effect at the
+        # end of this block, and then `_saved_at_end` saves the update.
         while updates.goes_on():
             after = updates.attend(mailbox)
             if after is not run:

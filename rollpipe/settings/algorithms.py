@@ -130,11 +130,11 @@ def sharing(shared: bool = False) -> bool:
 def _check_no_critic(kwargs, options):
     "Raise `DataError` for an option that has no effect where policy and critic are one network."
     for option in options:
-        # Without a separate critic, its options and its learning rate have no effect, nor has a
-        # memory. The encoder is not checked: `resolve` has set it to that of the policy.
+        # Without a separate critic, these options have no effect: its own ones, its learning rate,
+        # and a memory. Its encoder is not checked: `resolve` has set it to that of the policy.
         is_of_critic = option.part == "critic" and option.param != "encoder"
-        has_effect = not is_of_critic and option.name not in ("critic_lr", "recurrent")
-        if has_effect:
+        is_without_effect = is_of_critic or option.name in ("critic_lr", "recurrent")
+        if not is_without_effect:
             continue
 
         # An option without effect must have its default. `critic_lr` may also be None, which stands
@@ -159,12 +159,11 @@ def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
     memory. With the option `shared`, the policy gives the values, and there is no critic.
 
     Args:
-        kwargs: name of a part, `recurrence` or `sharing` -> its arguments; those that a memory
-            needs are added in place
+        kwargs: name of a part, `recurrence` or `sharing` -> its arguments. `recurrence` and
+            `sharing` must be there, with empty arguments if the algorithm lacks these options. The
+            arguments that a memory needs are added in place
         options: options of the algorithm, see `options_for`
     """
-    # `config.build` puts `recurrence` and `sharing` into `kwargs` for each algorithm. Their
-    # arguments are empty for an algorithm that lacks these options, which gives the defaults.
     parts = algorithm.parts
     memory = recurrence(**kwargs["recurrence"])
     if sharing(**kwargs["sharing"]):

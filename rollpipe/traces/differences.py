@@ -109,14 +109,20 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
             last_equal = x
             continue
 
-        # The first place where the batches differ. If it is the actor's, its leaves come first.
+        # The first row and column where the batches differ. They are found by the checksums of rows
+        # and columns, which the journals have as `place`.
         leaves = [path for path, *_ in differing(x.batch, y.batch)]
-        place = None
+        first = None
         if leaves and x.place and y.place:
-            place = first_place(x.place, y.place)
-        is_actors = place is not None and place[2]
+            first = first_place(x.place, y.place)
+        place = None
+        is_actors = False
+        if first is not None:
+            row, column, is_actors = first
+            place = _with_lane(row, column, x.place["lane"])
+
+        # If the actor's part of the row differs first, the leaves of the actor come first.
         leaves.sort(key=lambda path: _leaf_order(path, is_actors))
-        located = None if place is None else _with_lane(place, x.place["lane"])
 
         after = x.since if last_equal is None else last_equal.updates
         is_known = last_equal is not None
@@ -125,7 +131,7 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
             x.updates,
             leaves,
             networks,
-            located,
+            place,
             is_known,
         )
 
@@ -145,14 +151,12 @@ def _leaf_order(path, is_actors):
     return False, is_second_group, ranks[0]
 
 
-def _with_lane(place, lanes):
+def _with_lane(row, column, lanes):
     """`(row, column, lane, environment)` of a place. The environment is counted within its lane.
 
     Args:
-        place: `(row, column, whether it is the actor's)`
         lanes: the lane of each column, or None
     """
-    row, column, _ = place
     if lanes is None:
         return row, column, "unknown", "unknown"
     return row, column, lanes[column], lanes[:column].count(lanes[column])
@@ -192,7 +196,8 @@ def keep_fingerprint(
         present: present fingerprint
         is_written: whether the file is written; False: the differences are only returned
     """
-    # Fingerprints of later updates are from before the run returned to an earlier checkpoint.
+    # Only fingerprints from before this update count: that of this update is `present`, and later
+    # ones belong to updates that the run left when it returned to an earlier checkpoint.
     stored = read_fingerprints(folder)
     valid = {n: x for n, x in stored.items() if n < updates}
     changed = Differences()

@@ -381,9 +381,9 @@ class Timed(Pipe):
 
 
 def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
-    """`(pipe, timer, asks_timer)` for each pipe that is iterated, sources first.
+    """`(pipe, timer, measures_itself)` for each pipe that is iterated, sources first.
 
-    `asks_timer` is True for a `Pipe`, which measures itself by its attribute `timer`, and False for
+    `measures_itself` is True for a `Pipe`, whose attribute `timer` is there for this, and False for
     a pipe of torch, which has none.
 
     Args:
@@ -413,8 +413,8 @@ def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> IterDataPipe:
         clock: clock with an entry for each stage
     """
     pipes = nodes(graph)
-    for pipe, timer, asks_timer in timers_for(graph, stages, clock):
-        if asks_timer:
+    for pipe, timer, measures_itself in timers_for(graph, stages, clock):
+        if measures_itself:
             pipe.timer = timer
             continue
 

@@ -396,10 +396,10 @@ class Ongoing:
         # when they are opened.
         self.timed = []  # pipes with timers
         self.items = items
-        for pipe, timer, asks_timer in timers_for(graph, self.stages, self.clock):
+        for pipe, timer, measures_itself in timers_for(graph, self.stages, self.clock):
             if pipe is graph:
                 self.items = timer.stream(lambda: items)
-            elif asks_timer and self.places[timer.stage] != "workers":
+            elif measures_itself and self.places[timer.stage] != "workers":
                 pipe.timer = timer
                 self.timed.append(pipe)
         self.measured = MeasuredTime(self.clock, seconds)

@@ -156,14 +156,15 @@ class EpisodeCutter:
             final_row: int [T, B]: for each step, its row in `final`; -1: it has none
         """
         lane = _number_in(part.lane)
-        yield from self._lost_episodes(part, lane)
+        yield from self._continue_lane(part, lane)
 
-        # An episode ends in each row after which `fin` is True. Some of these rows are no steps:
-        # their environment rests, or is being reset. Such a row is not part of an episode.
-        begin = [0] * part.n_envs  # the first row of each column's episode
+        # If `fin` of row t + 1 is True, the episode of this column ends with step t. If step t is
+        # not valid, there was no step: the environment rested, or was being reset. Then an episode
+        # that is still open has ended before step t.
+        begin = [0] * part.n_envs  # the first step of each column's episode
         for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
-            stop = t + 1 if is_step else t  # the first row that is no longer part of the episode
+            stop = t + 1 if is_step else t  # the first step after the episode
             row_in_final = final_row[t, b]
             has_final_row = row_in_final >= 0
             self._add_rows(lane, b, part, steps, slice(begin[b], stop))
@@ -172,8 +173,8 @@ class EpisodeCutter:
             if ended is None:
                 continue
 
-            # Set the observation after the last step. If row t is no step, the observation of row t
-            # is the last one, and `_add_rows` has set it already.
+            # Set the observation after the last step. If the episode ended before step t, this is
+            # the observation of row t, and `_add_rows` has set it already.
             if has_final_row:
                 ended.next_obs = nested.getitem(part.final.obs, row_in_final)
             elif is_step and self.repeat_last:
@@ -196,12 +197,14 @@ class EpisodeCutter:
         for b, first in enumerate(begin):
             self._add_rows(lane, b, part, steps, slice(first, part.n_steps))
 
-    def _lost_episodes(self, part, lane):
-        """End the open episodes that were lost with their worker before this fragment.
+    def _continue_lane(self, part, lane):
+        """Continue a lane with its next fragment.
 
-        Raises `DataError` if the fragment does not continue the other open episodes, or if
-        fragments are missing before it.
+        End the open episodes that were lost with their worker before this fragment, and yield them
+        if `unfinished` is True. Raises `DataError` if the fragment does not continue the other open
+        episodes, or if fragments are missing before it.
         """
+        # Note the numbers of the fragment, and compare them with those of the one before.
         seq = _number_in(part.seq)
         restarts = _number_in(part.restarts) or 0
         last_seq, last_restarts = self.newest.get(lane, (None, 0))
@@ -209,6 +212,7 @@ class EpisodeCutter:
         was_lost = restarts > last_restarts
         follows = last_seq is None or seq == last_seq + 1
 
+        # Each open episode was lost, or continues in the fragment.
         for b, stepno in enumerate(part.state.stepno[0]):
             episode = self.open.get((lane, b))
             if episode is None:

@@ -260,29 +260,37 @@ class PlayedRows:
         def rows_of(tree, like, steps):
             return nested.map(lambda x, y: as_like(x[steps], y), tree, like)
 
-        # Each paragraph below writes the steps of the episode from `low` to `high - 1`, which are
-        # numbered in the stream.
+        def steps_between(first_step, stop_step):
+            "A slice of the episode: its steps from `first_step` to `stop_step - 1` of the stream."
+            return slice(max(first_step - start, 0), min(stop_step - start, n))
+
+        def rows_before(steps):
+            "The rows of this fragment from which these steps lead, as a slice."
+            return slice(start + steps.start - first, start + steps.stop - first)
+
+        def rows_after(steps):
+            "The rows of this fragment to which these steps lead, as a slice."
+            return slice(start + steps.start + 1 - first, start + steps.stop + 1 - first)
 
         # What stands in the row before a step: the observation and the step number
-        low = max(start, first)
-        high = min(end, stop)
-        if low < high:
-            at = slice(low - first, high - first), b
-            steps = slice(low - start, high - start)
+        steps = steps_between(first, stop)
+        if steps.start < steps.stop:
+            at = rows_before(steps), b
             nested.setitem(self.obs, at, rows_of(obs, like_obs, steps))
             self.stepno[at] = np.arange(steps.start, steps.stop)
 
         # What stands in the row after a step: action, reward and termination. The step that leads
         # to row 0 is the last one of the fragment before.
-        low = max(start, first - 1)
-        high = min(end, stop - 1)
-        if low < high:
-            after = slice(low + 1 - first, high + 1 - first), b
-            steps = slice(low - start, high - start)
+        steps = steps_between(first - 1, stop - 1)
+        if steps.start < steps.stop:
+            after = rows_after(steps), b
             terminated = term[steps]
             ended = terminated | trunc[steps]
-            n_before_last = end - 1 - low  # of these steps, those before the episode's last one
-            if ended[:n_before_last].any():
+
+            # Only the last step of the episode may end it.
+            has_last = steps.stop == n
+            ended_before_last = ended[:-1] if has_last else ended
+            if ended_before_last.any():
                 raise DataError(
                     "an episode goes on after its end",
                     leaf="terminations, truncations",
@@ -294,11 +302,10 @@ class PlayedRows:
 
         # What a fragment has for each of its own steps: `valid` and the infos. The step that leads
         # to row 0 is none of them. In the file, infos begin with a row for the reset.
-        low = max(start, first)
-        high = min(end, stop - 1)
-        if low < high:
-            at = slice(low - first, high - first), b
-            info_rows = slice(low + 1 - start, high + 1 - start)
+        steps = steps_between(first, stop - 1)
+        if steps.start < steps.stop:
+            at = rows_before(steps), b
+            info_rows = slice(steps.start + 1, steps.stop + 1)
             self.valid[at] = True
             for key, tree in infos.items():
                 rows = rows_of(tree, self.stored.infos[key], info_rows)
@@ -472,7 +479,7 @@ class MinariSource(Source):
 
             # An episode may continue in the next fragment. So the last two or so of each column are
             # kept open.
-            episode = lru_cache(2 * self.n_envs)(episodes.__getitem__)
+            read_episode = lru_cache(2 * self.n_envs)(episodes.__getitem__)
 
             # The stream ends with the column that ends last. No column is empty: `_columns` checks
             # that.
@@ -484,7 +491,7 @@ class MinariSource(Source):
                 first = progress["n"] * self.n_steps
                 rows = PlayedRows(first, self.n_steps, self.n_envs, episodes)
                 for b, column in enumerate(columns):
-                    self._play(rows, b, column, episode)
+                    self._play(rows, b, column, read_episode)
                 progress["n"] += 1
                 yield rows.fragment(progress["n"] - 1)
 
@@ -508,7 +515,7 @@ class MinariSource(Source):
             order = np.random.default_rng(self.seed).permutation(len(lengths))
         return dealt(lengths, order, self.n_envs)
 
-    def _play(self, rows, b, column, episode):
+    def _play(self, rows, b, column, read_episode):
         "Write the episodes of column `b` into the rows, also that of the step before row 0."
         # `column` is sorted by the first row of each episode. In this order, `(row,)` comes before
         # each `(row, episode)`.
@@ -517,7 +524,7 @@ class MinariSource(Source):
         for k in range(first, end):
             start, number = column[k]
             with opened_data_set(self.path, leaf=f"episode_{number}"):
-                rows.put(b, start, episode(number), k == len(column) - 1)
+                rows.put(b, start, read_episode(number), k == len(column) - 1)
 
 
 from_minari = MinariSource

@@ -112,7 +112,7 @@ def records_of_folder(
         start = file.end
 
 
-_MISSING = object()  # the item in a record of a number that the recording lacks
+_MISSING = object()  # stands for an item that the recording lacks
 
 
 def with_gaps(records: Iterator[Record], n: int, end: int) -> Iterator[Record]:
@@ -292,8 +292,8 @@ class Replayer(Source):
                 f"{part}: items {n} to {first - 1} are not recorded, so they are not compared"
             )
 
-        # `records_of_folder` refuses a start before the first file. None begins with the first
-        # file.
+        # `records_of_folder` refuses a start before the first file. If `start` is None, it begins
+        # with the first file.
         start = n if n > first else None
         return with_gaps(records_of_folder(part, start, self.damaged), n, files[-1].end)
 
@@ -331,7 +331,8 @@ class Replayer(Source):
             return item
         self._check(record.item, without_objects(item), name)
 
-        # Each answer that the live item gives later is compared with the recorded one.
+        # `asking` returns the item. Whenever the item gives an answer, it calls the function, which
+        # compares this answer with the recorded one.
         answers = iter(record.asked)
         name = f"{name}, what it was asked for"
         return asking(item, lambda answer: self._check(next(answers, None), answer, name))
@@ -390,6 +391,8 @@ def noted(item: Any) -> tuple[Any, Any]:
         return item, item
     samples: list = []
     data = item._replace(samples=samples, memory=_facts(item.memory))
+
+    # `asking` returns the item. Whenever a sample is read, it calls `samples.append` with it.
     return asking(item, samples.append), data
 
 

@@ -158,16 +158,16 @@ class FragmentLayout:
         _, self.structure = nested.flatten(example)
         self.fields = fields_of(example, "fragment")
 
-        # Fields are read from five arrays of records, the `parts` in `unpack`. Each field is paired
-        # with the index of its array.
-        part = self.fields.map(
-            rows=lambda _: 0,
-            steps=lambda _: 1,
-            columns=lambda _: 2,
-            hx=lambda _: 3,
-            final=lambda final: nested.map(lambda _: 4, final),
+        # Each kind of field is read from an array of records of its own. `read_from` pairs each
+        # field with the name of this array.
+        name_of_array = self.fields.map(
+            rows=lambda _: "rows",
+            steps=lambda _: "steps",
+            columns=lambda _: "columns",
+            hx=lambda _: "hx",
+            final=lambda final: nested.map(lambda _: "final", final),
         )
-        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))
+        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(name_of_array)))
 
         # Names of the attributes of a fragment -> the fields of their leaves
         kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ("final",), ("hx",)
@@ -256,8 +256,8 @@ class FragmentLayout:
             hxs = hxs[records["hx"][0]]
 
         # One pass over all leaves, because this is the hot path of sampling.
-        parts = records, records[:-1], records[0], hxs, finals
-        leaves = [field.read(parts[k]) for field, k in self.read_from]
+        arrays = dict(rows=records, steps=records[:-1], columns=records[0], hx=hxs, final=finals)
+        leaves = [field.read(arrays[name]) for field, name in self.read_from]
         fragment = self.structure.unflatten(leaves)
         return fragment.map(
             hx=lambda x: x.transpose(0, 1).contiguous(),
@@ -275,9 +275,9 @@ class FragmentLayout:
         for name in records.dtype.names:
             into[name] = records[name]
 
-        # An info that the old layout has may get its mask now, because from now on some steps lack
-        # the info. All earlier valid steps have it. Any other field that the old layout lacks is
-        # filled with nan or 0.
+        # Fill the fields that the old layout lacks. If it has an info without a mask, all of its
+        # valid steps have this info. The info gets a mask now, because new steps lack it, so this
+        # mask is True where an old step is valid. All other such fields get nan or 0.
         masks = {f"_{key}" for key in before.example.env}
         for key, fields in self.fields.env.items():
             if key in before.example.env:

@@ -231,7 +231,7 @@ class PrioritizedSampler(UniformSampler):
         self.tree[slot] = 0.0
 
     def draw(self, n: int, n_filled: int) -> np.ndarray:
-        # Stratified as in the paper: one draw from each n-th of the sum
+        # Stratified as in the paper: the sum has `n` equal parts, with one draw from each
         total = self.tree.total
         part = total / n
         strata = (np.arange(n) + self.rng.random(n)) * part

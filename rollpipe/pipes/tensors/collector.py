@@ -27,7 +27,8 @@ from ..data.fragment import Fragment, State, TickSource
 from ..engines.checked_actor import CheckedActor
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
-from ..fragments import complete, no_ends, with_reactions
+from ..fragments import complete as complete_fragment
+from ..fragments import no_ends, with_reactions
 from ..graph.modules import VersionCounter, modules_in
 from ..graph.pipe import Seeded, Source
 from ..keeping.random_states import GlobalRandomStates
@@ -61,11 +62,12 @@ class TensorRows:
             out[0].copy_(x)
         self.state, self.term = spec.unflatten(memory)
 
-        # Views of each row: the leaves of its observation, of its action, and the rest of it
+        # Views of each row: the leaves of its observation, those of its action, and the tensors
+        # with one number for each environment
         state = self.state
         self._obs = _rows_of(nested.leaves(state.obs))
         self._act = _rows_of(nested.leaves(state.act))
-        self._flags = _rows_of([state.rew, self.term, state.fin, state.stepno])
+        self._scalars = _rows_of([state.rew, self.term, state.fin, state.stepno])
         self._seen = self._views(state)
 
         # Leaves of the infos, [T, B, ...], and views of their rows. They are allocated at the first
@@ -98,7 +100,7 @@ class TensorRows:
 
     def put(self, t: int, out: TensorOutcome) -> Any:
         "Write the results of step `t`. Returns a mask of the episodes that ended, bool `[B]`."
-        rew, term, fin, stepno = self._flags[t + 1]
+        rew, term, fin, stepno = self._scalars[t + 1]
         if self._infos is None:
             self.infos = [x.new_empty((self.n, *x.shape)) for x in out.info]
             # Without infos, the row of each step is empty.
@@ -112,7 +114,8 @@ class TensorRows:
 
         # `fin` and step numbers: where an episode ended, the next one begins at step 0.
         torch.logical_or(out.term, out.trunc, out=fin)
-        torch.add(self._flags[t][3], 1, out=stepno).masked_fill_(fin, 0)
+        _, _, _, last_stepno = self._scalars[t]
+        torch.add(last_stepno, 1, out=stepno).masked_fill_(fin, 0)
         self._n_states = t + 2
         return fin
 
@@ -371,7 +374,7 @@ class TensorInteraction(TickSource):
             term=rows.term,
             valid=torch.ones_like(state.fin[1:]),
         )
-        fragment = complete(
+        fragment = complete_fragment(
             self,
             state,
             last=nested.getitem(state, -1),
@@ -478,7 +481,7 @@ class TensorInteraction(TickSource):
         return actor
 
     def _final(self, ends, counts, term, source, state, actor):
-        "The last observations as a `Final`, see `complete`."
+        "The last observations as a `Final`: the argument `final` of `complete_fragment`."
         t, b = ends.mask(state.fin[1:], term[1:]).nonzero(as_tuple=True)
         if not len(t):
             return no_ends(state, actor)

@@ -369,9 +369,9 @@ class ItemFormat:
     """Describes how to put an item together from the arrays in a slot.
 
     A `Slot` (see the chapter of slots) is the shared memory for one or several items that will be
-    joined. It has a memory for the own arrays of each item, and another one for its `Layout`: a
-    list of large arrays, each with a place beside the same array of the other items. An item has
-    an entry of this list for each of its arrays that is there.
+    joined. Each array of an item is in one of two places: in the item's own memory; or, beside the
+    same array of the other items, in a memory that they share. The slot's `Layout` is the list of
+    the arrays in the shared memory, and `ArraySpec.entry` is an index in this list.
 
     Args:
         pickle: pickle of the item or of its containers, without arrays
@@ -380,18 +380,20 @@ class ItemFormat:
     """
 
     specs: Any  # list of `ArraySpec`; None: the item has more than containers and arrays
-    # For the next item, `(leaves, arrays into which small arrays are copied)`; None: not allocated
-    # yet. The leaves are None where an array is not small, or is in a layout
-    _prepared: Any
+    # The leaves of the next item: new arrays, and None in place of each array that is large or in a
+    # layout. The whole list is None if it is not made yet.
+    _next_leaves: Any
+    _next_small: list  # those of these leaves into which an array is copied
 
     def __init__(self, pickle: bytes, size: int, only_arrays: bool):
         self.pickle = pickle
         self.size = size
         self.specs = None
-        self._prepared = None
+        self._next_leaves = None
+        self._next_small = []
         if only_arrays:
-            # Here the pickle has no arrays, so `unpickle` needs no `get`: `pickle_containers` has
-            # put an `ArraySpec` in place of each array.
+            # The leaves of this pickle are `ArraySpec`s, which `pickle_containers` has put there in
+            # place of the arrays. So `unpickle` needs no `get`.
             self.specs, self.tree = nested.flatten(self.unpickle(None))
             # Indices of the small arrays in the item's own memory
             self._small_indices = [
@@ -410,12 +412,13 @@ class ItemFormat:
 
     def prepare(self) -> None:
         "Allocate the memory for the small arrays of the next item."
-        if self._prepared is not None or self.specs is None:
+        if self._next_leaves is not None or self.specs is None:
             return
         leaves = [None] * len(self.specs)
         for i in self._small_indices:
             leaves[i] = self.specs[i].empty()
-        self._prepared = leaves, [leaves[i] for i in self._copied_indices]
+        self._next_leaves = leaves
+        self._next_small = [leaves[i] for i in self._copied_indices]
 
     def warm_up(self, views: list) -> None:
         """Run the steps of `assemble` without a result.
@@ -423,8 +426,7 @@ class ItemFormat:
         This brings code and memory into the processor's caches. `specs` must not be None.
         """
         self.prepare()
-        _, small_arrays = self._prepared
-        copy_arrays(small_arrays, views, self.small_tensors)
+        copy_arrays(self._next_small, views, self.small_tensors)
         optree.tree_unflatten(self.tree, self.specs)
 
     def assemble(self, views: list, get: Callable | None) -> Any:
@@ -435,8 +437,10 @@ class ItemFormat:
         """
         # The prepared memory belongs to this item from now on.
         self.prepare()
-        leaves, small_arrays = self._prepared
-        self._prepared = None
+        leaves = self._next_leaves
+        small_arrays = self._next_small
+        self._next_leaves = None
+        self._next_small = []
         copy_arrays(small_arrays, views, self.small_tensors)
 
         # The leaves that are still None are large arrays, or in a layout. `get` returns them.

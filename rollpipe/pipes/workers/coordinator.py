@@ -90,7 +90,8 @@ class Listener:
         members: the members whose messages are received
         supervision: watches the members
         options: reading service with the options, such as `ProcessReading`
-        states: lane -> its newest state; if replies have states, they are written here
+        states: lane -> its newest state (see `lane_state`); if replies have states, they are
+            written here
     """
 
     def __init__(
@@ -129,11 +130,14 @@ class Listener:
         if not ready:
             ready = members.wait(timeout - spin)
 
-        # If the item that comes next is being put together, stay awake until it arrives, and
-        # meanwhile run the code that will read it, so that code and memory are in the processor's
-        # caches.
-        completing = [self._receive(member, on_death) for member in ready]
-        if any(completing) and self.schedule.next_done() is None and members.has_idle_core():
+        # Process the messages. For each of them: does it say that an item will come at once?
+        is_announcement = [self._receive(member, on_death) for member in ready]
+
+        # If so, and if the next item of the stream has not come yet, stay awake until an item
+        # arrives. Meanwhile run the code that will read it, so that code and memory are in the
+        # processor's caches.
+        is_missing = self.schedule.next_done() is None
+        if any(is_announcement) and is_missing and members.has_idle_core():
             for member in members.spin(0.001, self.pool.warm_up):
                 self._receive(member, on_death)
 
@@ -149,7 +153,8 @@ class Listener:
     def _receive(self, member, on_death) -> bool:
         """Process the next message of a member, if it has arrived.
 
-        Returns True for the message that an item is being put together.
+        Returns True for the message `COMPLETING`: the member puts an item together, and sends it
+        next.
         """
         try:
             message = member.process.take()
@@ -161,7 +166,7 @@ class Listener:
         member.last_message = time.monotonic()
         member.patience = self.options.silence
         if message is None:
-            return True  # the message is `COMPLETING`, a pickled None
+            return True  # `COMPLETING` is a pickled None
         if message is NOTHING:
             return False
 
@@ -174,7 +179,7 @@ class Listener:
         self.schedule.answer(request, answer, ended=reply.publication is None)
         if not request.ended:
             self.pool.propose_layout(reply.unplaced)
-        member.send_queued(self.pool.states)
+        member.send_queued(self.pool.states)  # states of slots, not of lanes
         return False
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #381fa01c
@@ -237,9 +242,9 @@ class Coordinator:
         self.members = crew.members
         crew.check(graphs.values())
 
-        # The schedule continues from the state of an earlier iteration. The end of a lane may be
-        # among the items that it has not handed out. Such a lane is not asked, because in a worker
-        # it would begin again.
+        # The schedule continues from the state of an earlier iteration. `pending` are the items
+        # that were collected then, but not handed out, with None for the end of a lane. If a lane
+        # has ended, no worker gets a request for it, because there the lane would begin again.
         pending = self.state["pending"]
         self.schedule = LaneSchedule(
             len(lanes), seam.group_size, service.lag, service.order, crew.max_pending
@@ -272,8 +277,10 @@ class Coordinator:
         "Start worker `index` with its lanes: number -> what `Lanes.open_lane` returned."
         holders = list(chain.from_iterable(self.holder_indices[lane] for lane in opened))
         graphs = {lane: graph for lane, (graph, _) in opened.items()}
-        states = {lane: states for lane, (_, states) in opened.items()}
-        member = self.crew.start(index, graphs, states, self.publisher, holders, self.with_states)
+        generators = {lane: states for lane, (_, states) in opened.items()}
+        member = self.crew.start(
+            index, graphs, generators, self.publisher, holders, self.with_states
+        )
         self.members.add(member)
         return member
 
@@ -418,7 +425,8 @@ class Coordinator:
                 while message in (None, NOTHING):
                     self.members.wait(0.5)
                     message = member.process.take()
-                (self.state["lanes"][lane],) = message
+                [state] = message
+                self.state["lanes"][lane] = state
 
     def settle(self) -> None:
         "Wait until all requests are answered."
@@ -546,8 +554,7 @@ class WorkerLanes(Lanes):
         coordinator = Coordinator(self, self.service)
         self.coordinator = coordinator
 
-        # An iteration that is left early has not failed. The workers of a failed one are ended
-        # without waiting.
+        # An iteration that is left early has not failed.
         failed = True
         try:
             yield from coordinator.items()
@@ -556,12 +563,13 @@ class WorkerLanes(Lanes):
             failed = False
             raise
         finally:
-            # `self.close` waits for the workers to end, and ends those of the newest iteration. So
-            # it is not called for an iteration that has failed, or is not the newest one.
-            if self.coordinator is coordinator and not failed:
-                errors = self.close()
-            else:
-                errors = coordinator.close(failed)
+            # `self.coordinator` may be that of a newer iteration, and stays after a failure.
+            is_newest = self.coordinator is coordinator
+            if is_newest and not failed:
+                self.coordinator = None
+
+            # The workers of an iteration that has failed are ended without waiting.
+            errors = coordinator.close(failed)
             if errors and not failed:
                 raise errors[0]
 

@@ -434,10 +434,14 @@ def plan_buffers(
         n_buffers = max(with_batch, with_two_slots)
     elif lag is None:
         # The lag does not limit the open requests, so they get all buffers that are not reserved.
-        # Without shared slots, the buffers of a batch are reserved. With shared slots, two slots
-        # are reserved, which are lent, and `width - 1` positions more: the oldest item in progress
-        # may be the last one of its slot.
-        n_reserved = 2 * width + (width - 1) if width > 1 else group_size
+        if width > 1:
+            # Two slots are lent to readers. The oldest item in progress may be the last one of its
+            # slot: then the other positions of this slot cannot be used.
+            n_lent = 2 * width
+            n_before_oldest = width - 1
+            n_reserved = n_lent + n_before_oldest
+        else:
+            n_reserved = group_size  # the items of a batch
         max_pending = max(n_lanes, n_buffers - n_reserved)
 
     if n_buffers < max_pending:
@@ -514,8 +518,8 @@ class ProcessCrew:
             holders: indices, in the publisher, of the holders of weights in these graphs
             with_states: the worker sends the state of a lane with each item
         """
-        # The arguments of `LaneRunner`. Those with shared memory are apart: only `multiprocessing`
-        # itself can pass them to a process that it starts.
+        # The process runs `run_lanes(connection, *shared, *args)`. Only `multiprocessing` itself
+        # can pass shared memory to a process, when it starts it.
         service = self.service
         name = f"worker {index}"
         cores, device = cores_and_device(service.affinity, index)
