@@ -1,4 +1,7 @@
-"""The ways to keep a running environment: each is exact or refused, and what a state says is never executed."""
+"""The ways to keep a running environment: each is exact or refused.
+
+What a state says is never executed.
+"""
 
 import array
 import datetime
@@ -531,7 +534,10 @@ def test_objects_that_come_and_go_are_kept(make):
 
 
 class Comes(World):
-    "After 400 steps, long after the test at the start, it holds something new, which goes on over its episodes."
+    """After 400 steps, long after the test at the start, it holds something new.
+
+    This goes on over its episodes.
+    """
 
     n_steps = 0
     more = None
