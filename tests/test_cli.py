@@ -58,15 +58,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def task_of(algorithm):
     "An environment with actions that suit it."
-    return (
-        "Pendulum-v1"
-        if algorithm in ("sac", "crossq", "td3", "ddpg", "iql", "td3bc")
-        else "CartPole-v1"
-    )
+    is_continuous = algorithm in "sac crossq td3 ddpg iql td3bc".split()
+    return "Pendulum-v1" if is_continuous else "CartPole-v1"
+
+
+def succeed(*words):
+    assert rollpipe(*words) == 0, words
+
+
+def wait_for_updates(run, n, child):
+    "Wait until a training in a process has recorded so many updates."
+    wait_for(lambda: lines(run / "metrics.jsonl") >= n, child)
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
 
 
 def small_run(folder, more=""):
-    assert rollpipe(f"{SMALL_TRPO} --steps 384 --out {folder} {more}") == 0
+    succeed(f"{SMALL_TRPO} --steps 384 --out {folder} {more}")
     return folder
 
 
@@ -81,16 +91,16 @@ def run(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
+FILES_OF_A_RUN = """
+config.json fingerprint.json metrics.csv metrics.jsonl history.jsonl journal.jsonl checkpoint.safetensors
+""".split()
+
+
 # -- train, resume -----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_leaves(run):
-    files = {path.name for path in run.iterdir()}
-    logs = {"metrics.csv", "metrics.jsonl", "history.jsonl", "journal.jsonl"}
-    assert files == {
-        *("checkpoint.safetensors", "config.json", "costs.json", "fingerprint.json"),
-        *logs,
-    }
+def test_a_run_leaves_its_files_with_metrics_and_configuration(run):
+    assert names_in(run) == {*FILES_OF_A_RUN, "costs.json"}
     metrics = read_metrics(run)
     assert metrics["steps"].tolist() == [128, 256, 384] and set(metrics) <= set(METRICS)
     assert metrics["lag"].tolist() == [0, 0, 0]
@@ -122,22 +132,22 @@ def test_activations_are_chosen_and_stored_by_name(tmp_path):
     assert (options["activation"], options["critic_activation"]) == ("relu", "silu")
     config = load_run(run).config
     assert activations(config) == ["ReLU", "SiLU"]
-    assert rollpipe(f"evaluate {run} --episodes 1") == 0
+    succeed(f"evaluate {run} --episodes 1")
 
     # As in runs from before this option
     options = {name: x for name, x in config["options"].items() if not name.endswith("activation")}
     assert activations({**config, "options": options}) == ["Tanh", "Tanh"]
 
 
-def test_env_kwargs(tmp_path):
+def test_keywords_of_the_environment_are_typed_and_stored(tmp_path):
     kwargs = "--env-kwargs map_name=8x8 is_slippery=False"
     words = f"train trpo FrozenLake-v1 {kwargs} --steps 64 {SMALL_LINE} --out"
-    assert rollpipe(words, tmp_path / "a") == 0
-    found = load_run(tmp_path / "a")
-    assert found.config["env_kwargs"] == dict(map_name="8x8", is_slippery=False)
-    shapes = [tuple(x.shape) for x in found.agent_state["actor"].values()]
+    succeed(words, tmp_path / "a")
+    checkpoint = load_run(tmp_path / "a")
+    assert checkpoint.config["env_kwargs"] == dict(map_name="8x8", is_slippery=False)
+    shapes = [tuple(x.shape) for x in checkpoint.agent_state["actor"].values()]
     assert (8, 64) in shapes  # one input for each of 64 fields
-    assert rollpipe(f"evaluate {tmp_path}/a --episodes 2") == 0
+    succeed(f"evaluate {tmp_path}/a --episodes 2")
 
 
 def test_a_resume_changes_what_holds_and_not_what_was_asked_for(run):
@@ -160,7 +170,7 @@ def test_a_resumed_run_sees_fresh_episodes(run):
 def test_records_after_the_last_checkpoint_are_made_again(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"steps": 512, "updates": 4}\n{"steps": 640, "upd')
-    assert rollpipe(f"train --resume {run} --steps 512 {QUIET}") == 0
+    succeed(f"train --resume {run} --steps 512 {QUIET}")
     assert read_metrics(run)["steps"].tolist() == [128, 256, 384, 512]
 
 
@@ -168,7 +178,7 @@ def test_overwrite_removes_only_the_run(run, capsys):
     (run / "notes.txt").write_text("mine")
     words = f"{SMALL_TRPO} --steps 128 --out {run}"
     assert "has a run already" in error_of(capsys, words) and len(read_metrics(run)["steps"]) == 3
-    assert rollpipe(f"{words} --overwrite") == 0
+    succeed(f"{words} --overwrite")
     assert len(read_metrics(run)["steps"]) == 1 and (run / "notes.txt").read_text() == "mine"
 
 
@@ -182,14 +192,14 @@ def test_a_run_that_another_process_made_meanwhile_stays(more, tmp_path, capsys,
 
     def late(*args):
         monkeypatch.setattr(folder, "build", build)
-        assert rollpipe(f"{words} --seed 1") == 0
+        succeed(f"{words} --seed 1")
         return build(*args)
 
     monkeypatch.setattr(folder, "build", late)
     assert rollpipe(f"{words} --seed 0 {more}") == 2
     assert "has a run already" in capsys.readouterr().err
     assert load_run(run).config["seed"] == 1 and not (run / "lock").exists()
-    assert rollpipe(f"{words} --seed 1 --continue") == 0
+    succeed(f"{words} --seed 1 --continue")
 
 
 @pytest.mark.parametrize(
@@ -208,11 +218,11 @@ def test_files_that_belong_to_no_run_stay(config, words, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "config.json"])
-def test_what_is_left_of_a_run_can_be_replaced(name, run):
+def test_a_run_that_lacks_files_can_be_replaced(name, run):
     for path in [*run.iterdir()]:
         if path.name not in (name, "metrics.csv"):
             path.unlink()
-    assert rollpipe(f"{SMALL_TRPO} --steps 128 --out {run} --overwrite") == 0
+    succeed(f"{SMALL_TRPO} --steps 128 --out {run} --overwrite")
 
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
@@ -230,8 +240,15 @@ TINY = dict(
 )
 
 
+def as_typed(value):
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
 def tiny(algorithm, folder, checkpoint_every=2):
-    "The configuration of a very short run, with those options of `TINY` that the algorithm has, and with data if it needs them."
+    """The configuration of a very short run, with those options of `TINY` that the algorithm has.
+
+    It has data if it needs them.
+    """
     has = {o.name for o in options_for(algorithm)}
     env = task_of(algorithm)
     options = {name: x for name, x in TINY.items() if name in has}
@@ -246,50 +263,49 @@ def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, 
     "The options are typed, and give what they give in Python."
     run = tmp_path / "a"
     expected = tiny(algorithm, tmp_path, checkpoint_every=20)
-    typed = ""
+    words = f"train {algorithm} {task_of(algorithm)} --preset none --steps 256 --out {run}"
     for name in expected["options"].keys() & {*TINY, "data"}:
         value = expected["options"][name]
-        text = ",".join(map(str, value)) if isinstance(value, list) else value
-        typed += f" --{name.replace('_', '-')} {text}"
-    words = f"train {algorithm} {task_of(algorithm)} --preset none --steps 256 --out {run}"
-    assert rollpipe(words + typed, QUIET) == 0
+        words += f" --{name.replace('_', '-')} {as_typed(value)}"
+    succeed(words, QUIET)
     metrics = read_metrics(run)
-    found = load_run(run)
+    checkpoint = load_run(run)
     assert set(metrics) <= set(METRICS) and (metrics["lag"] == 0).all()
-    assert metrics["steps"].tolist() == [64, 128, 192, 256] and found.counters["steps"] == 256
+    assert metrics["steps"].tolist() == [64, 128, 192, 256] and checkpoint.counters["steps"] == 256
 
     # The configuration has the engine that 'auto' was.
     if "engine" in expected["options"]:
         has_onnx = find_spec("onnxruntime") and find_spec("onnx")
         expected = expected.having(engine="onnxruntime" if has_onnx else "torch")
-    assert found.config.having(origins={}) == expected.having(origins={})
-    assert first_difference(restore(found)[0].state_dict(), found.agent_state) is None
+    assert checkpoint.config.having(origins={}) == expected.having(origins={})
+    agent, _ = restore(checkpoint)
+    assert first_difference(agent.state_dict(), checkpoint.agent_state) is None
 
     # It goes on, and plays.
-    assert rollpipe(f"train --resume {run} --steps 384 {QUIET}") == 0
+    succeed(f"train --resume {run} --steps 384 {QUIET}")
     assert read_metrics(run)["steps"].tolist() == [64, 128, 192, 256, 320, 384]
-    assert rollpipe(f"evaluate {run} --episodes 2 --seed 0") == 0
+    succeed(f"evaluate {run} --episodes 2 --seed 0")
     assert "mean, standard error of 2 episodes" in capsys.readouterr().out
 
 
 # -- evaluate, plot, graph, demo ---------------------------------------------------------------------------------------
 
 
-def test_evaluate(run, capsys, tmp_path):
+def test_an_evaluation_is_the_same_for_a_run_and_its_checkpoint(run, capsys, tmp_path):
     capsys.readouterr()
-    assert rollpipe(f"evaluate {run} --episodes 3 --seed 1") == 0
+    succeed(f"evaluate {run} --episodes 3 --seed 1")
     first = capsys.readouterr().out
     assert re.match(r"return [\d.]+ \+- [\d.]+ \(mean, standard error of 3 episodes; min", first)
-    assert rollpipe(f"evaluate {run}/checkpoint.safetensors --episodes 3 --seed 1") == 0
+    succeed(f"evaluate {run}/checkpoint.safetensors --episodes 3 --seed 1")
     assert capsys.readouterr().out == first
     film = tmp_path / "film.gif"
-    assert rollpipe(f"evaluate {run} --episodes 1 --sample --record {film}") == 0
+    succeed(f"evaluate {run} --episodes 1 --sample --record {film}")
     assert film.read_bytes()[:3] == b"GIF"
 
 
-def test_plot(run, tmp_path, capsys):
+def test_a_plot_of_two_runs_is_a_picture(run, tmp_path, capsys):
     picture = tmp_path / "two.svg"
-    assert rollpipe(f"plot {run} {run} --out {picture} --y kl --band std --window 2") == 0
+    succeed(f"plot {run} {run} --out {picture} --y kl --band std --window 2")
     assert "<svg" in picture.read_text()
     assert capsys.readouterr().out.splitlines()[-1] == str(picture)
 
@@ -302,16 +318,16 @@ def test_the_commands_for_a_folder_that_begins_with_a_dash_can_be_typed(
     words = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 16 --hidden 4 --no-tensorboard"
     rollpipe(f"{words} --out=-dash")
     rollpipe(f"{words} --seeds 0-1 --out=-more --quiet")
-    found = re.findall(r"rollpipe ((?:evaluate|plot) .*)", capsys.readouterr().out)
-    assert found == ["evaluate ./-dash", "plot ./-more-s0 ./-more-s1"]
+    lines = re.findall(r"rollpipe ((?:evaluate|plot) .*)", capsys.readouterr().out)
+    assert lines == ["evaluate ./-dash", "plot ./-more-s0 ./-more-s1"]
     Path("spec.toml").write_text(
         '[[row]]\nalgorithm = "ppo"\nenv = "Pendulum-v1"\nsteps = 64\nseeds = [0]\nepisodes = 1\n'
         "final_episodes = 1\noptions = { n_envs = 2, n_steps = 16, hidden = [4], log_std = -1e-5 }"
     )
-    for line in (*found, "bench spec.toml --dir ./-bench --quiet"):
-        assert rollpipe(line) == 0
+    for line in (*lines, "bench spec.toml --dir ./-bench --quiet"):
+        succeed(line)
     (report,) = re.findall(r"rollpipe (report .*)", capsys.readouterr().out)
-    assert rollpipe(report) == 0
+    succeed(report)
 
 
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsys):
@@ -393,7 +409,7 @@ def test_another_curve_is_another_picture(run, capsys):
         "--y kl --x updates": "curve-kl-updates.png",
         "--y return_mean": "curve.png",
     }.items():
-        assert rollpipe(f"plot {run} {words}") == 0
+        succeed(f"plot {run} {words}")
         assert capsys.readouterr().out == f"{run}/{name}\n" and (run / name).is_file()
     small_run(run, "--overwrite")
     assert not [*run.glob("curve*")]  # they belong to the run before
@@ -409,43 +425,42 @@ def test_a_run_that_goes_on_keeps_its_options(words, run, capsys):
 
 
 def test_graph_draws_what_train_would_run(capsys):
-    assert rollpipe("graph trpo Pendulum-v1 --lanes 3 --n-steps 7 --steps 5 --seed 1") == 0
+    succeed("graph trpo Pendulum-v1 --lanes 3 --n-steps 7 --steps 5 --seed 1")
     out = capsys.readouterr().out
     pipes = [re.search(r"\w+", line)[0] for line in out.splitlines()]
-    assert pipes == [
-        *("EnvStepper", "FragmentCollector", "Lanes", "AdvantageBuffer", "FragmentStacker")
-    ]
+    names = "EnvStepper FragmentCollector Lanes AdvantageBuffer FragmentStacker"
+    assert pipes == names.split()
     assert "Pendulum-v1" in out and "n_steps=7" in out and "n=3" in out
 
 
 @pytest.mark.slow
-def test_demo_twice(tmp_path, capsys, monkeypatch):
+def test_a_demo_can_be_run_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert rollpipe(f"demo --steps 2048 {QUIET}") == 0
+        succeed(f"demo --steps 2048 {QUIET}")
         out = capsys.readouterr().out
         for name in ("random policy", "trained policy, no exploration"):
             assert re.search(name + r" +-\d+\.\d \+- ", out)
-    files = "config.json fingerprint.json metrics.csv metrics.jsonl history.jsonl journal.jsonl"
-    files += " checkpoint.safetensors curve.png"
-    assert {p.name for p in Path("runs/demo").iterdir()} == {*files.split()}
+    assert names_in(Path("runs/demo")) == {*FILES_OF_A_RUN, "curve.png"}
+
+
+LISTING = """
+import sys
+from rollpipe.cli.start import main
+try: main()
+finally: print({'torch', 'numpy'} & {*sys.modules})
+"""
 
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("words", ["", "--help", "-h", "--version"])
 def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    code = "import sys; from rollpipe.cli.start import main\ntry: main()\nfinally: print({'torch', 'numpy'} & {*sys.modules})"
-    found = subprocess.run(
-        [sys.executable, "-c", code, *words.split()],
-        text=True,
-        capture_output=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", LISTING, *words.split()]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60, cwd=ROOT)
     with pytest.raises(SystemExit):
         build_parser().parse_args([words or "--help"])
-    assert (found.returncode, found.stdout) == (0, capsys.readouterr().out + "set()\n")
+    assert (done.returncode, done.stdout) == (0, capsys.readouterr().out + "set()\n")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -456,7 +471,7 @@ def test_every_option_has_its_meaning_in_the_help_with_the_default_of_the_algori
     algorithm, capsys
 ):
     "And each default is one that its annotation allows."
-    assert rollpipe("train", algorithm, "--help") == 0
+    succeed("train", algorithm, "--help")
     text = " ".join(capsys.readouterr().out.split())
     defaults = ALGORITHMS[algorithm].defaults
     options = {option.name: option for option in options_for(algorithm)}
@@ -469,9 +484,8 @@ def test_every_option_has_its_meaning_in_the_help_with_the_default_of_the_algori
         assert meaning and option.flag in text and meaning in text, option
         if name in defaults:
             value = defaults[name]
-            is_tuple = isinstance(value, tuple)
-            assert f"{meaning} [{','.join(map(str, value)) if is_tuple else value}]" in text
-            assert config[name] == ([*value] if is_tuple else value)
+            assert f"{meaning} [{as_typed(value)}]" in text
+            assert config[name] == ([*value] if isinstance(value, tuple) else value)
 
     # The parser adds none of its own.
     args = vars(build_parser().parse_args(["train", algorithm, "CartPole-v1"]))
@@ -702,20 +716,22 @@ class Same:
         return self.state
 
 
-def store(run, found, **harm):
+def store(run, **harm):
     "Store the checkpoint of a run once more, with another configuration."
+    old = load_run(run)
+    if harm.get("options"):
+        harm = dict(options={**old.config["options"], **harm["options"]})
     path = run / "checkpoint.safetensors"
-    config = {**found.config, **harm}
-    save_checkpoint(path, Same(found.agent_state), config, found.counters, history=found.history)
+    config = {**old.config, **harm}
+    save_checkpoint(path, Same(old.agent_state), config, old.counters, history=old.history)
 
 
-def test_debug_shows_where(tmp_path):
+def test_the_option_debug_raises_the_error(tmp_path):
     refused("Pendulm", main, ["graph", "trpo", "Pendulm-v1", "--debug"], error=RuntimeError)
 
 
-def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
-    found = load_run(run)
-    store(run, found, options=dict(found.config["options"], hidden=[16]))
+def test_a_checkpoint_that_does_not_fit_its_configuration_is_refused(run, capsys):
+    store(run, options=dict(hidden=[16]))
     told = "not a configuration that was saved (--hidden: there are no such layers in the file"
     assert told in error_of(capsys, f"evaluate {run}")
 
@@ -723,20 +739,15 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
 @pytest.mark.parametrize(
     "harm",
     [
-        *(
-            dict(options=x)
-            for x in (
-                dict(n_envs=10**9),
-                dict(lanes=10**8),
-                dict(n_steps=10**9),
-                dict(hidden=[300_000]),
-                dict(recurrent="gru", state_size=8000),
-                dict(hidden=[-1]),
-                dict(gamma="x"),
-                dict(encoder=dict(a=1)),
-                dict(n_envs=None),
-            )
-        ),
+        dict(options=dict(n_envs=10**9)),
+        dict(options=dict(lanes=10**8)),
+        dict(options=dict(n_steps=10**9)),
+        dict(options=dict(hidden=[300_000])),
+        dict(options=dict(recurrent="gru", state_size=8000)),
+        dict(options=dict(hidden=[-1])),
+        dict(options=dict(gamma="x")),
+        dict(options=dict(encoder=dict(a=1))),
+        dict(options=dict(n_envs=None)),
         dict(seed="x"),
         dict(seed=-1),
         dict(steps=None),
@@ -751,10 +762,7 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     ids=str,
 )
 def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, capsys):
-    found = load_run(run)
-    if harm.get("options"):
-        harm = dict(options={**found.config["options"], **harm["options"]})
-    store(run, found, **harm)
+    store(run, **harm)
     for words in (f"evaluate {run}", f"train --resume {run} --steps 1000000"):
         assert error_of(capsys, words).count("\n") == 1
 
@@ -776,13 +784,13 @@ def test_a_strangers_sizes_are_compared_with_the_file(
     folder = tmp_path / "run"
     start(folder, make_config(algorithm, task_of(algorithm), options))
     unlock(folder)
-    found = load_run(folder)
-    stored = found.config["options"]
+    checkpoint = load_run(folder)
+    stored = checkpoint.config["options"]
     assert stored.items() >= options.items()
 
     def load_with(**others):
-        config = {**found.config, "options": {**stored, **others}}
-        data = found._replace(config=config, stream=None).data()
+        config = {**checkpoint.config, "options": {**stored, **others}}
+        data = checkpoint._replace(config=config, stream=None).data()
         write_atomically(folder / "checkpoint.safetensors", data)
         load_agent(folder)
 
@@ -795,8 +803,6 @@ def test_a_strangers_sizes_are_compared_with_the_file(
     refused(told, load_with, **unused, **harm, error=CheckpointError)
 
 
-# -- a process of its own ----------------------------------------------------------------------------------------------
-
 ENDLESS = f"{SMALL_TRPO} --steps 100000000"
 
 
@@ -805,18 +811,21 @@ ENDLESS = f"{SMALL_TRPO} --steps 100000000"
 
 @pytest.mark.slow
 def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
-    "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."
+    """The second one is refused, with whatever it is started.
+
+    A process that is killed leaves no lock, not even if its workers live on.
+    """
     run = tmp_path / "run"
     words = f"{ENDLESS} --out {run} --lanes 2 --workers 2 --checkpoint-every 1"
     with process(words) as child:
-        wait_for(lambda: lines(run / "metrics.jsonl") >= 2, child)
+        wait_for_updates(run, 2, child)
         told = f"another process is training in .*process {child.pid}"
         for others in (f"train --resume {run} {QUIET}", f"{words} --overwrite"):
             assert re.search(told, error_of(capsys, others))
         child.kill()
         child.communicate()
     steps = load_run(run).counters["steps"] + 1
-    assert rollpipe(f"train --resume {run} --steps {steps} {QUIET}") == 0
+    succeed(f"train --resume {run} --steps {steps} {QUIET}")
     assert not (run / "lock").exists()
 
 
@@ -830,7 +839,7 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
     numbers = [getattr(signal, name) for name in numbers]
     words = f"{ENDLESS} --out {run} --checkpoint-every 1000000 --lanes 2 --workers {workers}"
     with python(words, start_new_session=True) as child:
-        wait_for(lambda: lines(run / "metrics.jsonl") >= 2, child)
+        wait_for_updates(run, 2, child)
         for number in numbers:  # a terminal sends it to the workers, too
             if number == signal.SIGTERM:
                 child.send_signal(number)
@@ -843,13 +852,21 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
     assert load_run(run).counters["steps"] == read_metrics(run)["steps"][-1]
 
 
+IMPATIENT = """
+import sys
+from rollpipe.cli.main import main
+from rollpipe.runs import signals
+signals.PATIENCE = .5
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
     run = tmp_path / "run"
-    impatient = "import sys; from rollpipe.cli.main import main; from rollpipe.runs import signals; signals.PATIENCE = .5; sys.exit(main())"
     words = f"train trpo CartPole-v1 --n-steps 100000 --out {run} {QUIET}"
-    with Forked(["-c", impatient, *words.split()]) as child:
+    with Forked(["-c", IMPATIENT, *words.split()]) as child:
         wait_for((run / "metrics.jsonl").exists, child)
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=120)
@@ -870,28 +887,16 @@ def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(
 
 
 @pytest.mark.slow
-def test_nohup_is_respected(tmp_path):
+def test_a_training_under_nohup_ignores_a_hangup(tmp_path):
     run = tmp_path / "run"
     with process(f"{ENDLESS} --out {run}", ignored=[signal.SIGHUP]) as child:
-        wait_for(lambda: lines(run / "metrics.jsonl") >= 1, child)
+        wait_for_updates(run, 1, child)
         child.send_signal(signal.SIGHUP)
         n = lines(run / "metrics.jsonl")
-        wait_for(lambda: lines(run / "metrics.jsonl") >= n + 2, child)
+        wait_for_updates(run, n + 2, child)
         child.send_signal(signal.SIGTERM)
         child.communicate(timeout=120)
     assert child.returncode == 143
-
-
-def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
-    run = tmp_path / "run"
-    with process(f"{ENDLESS} --out {run} --checkpoint-every 3") as child:
-        wait_for(lambda: lines(run / "metrics.jsonl") >= 8, child)
-        child.kill()
-        child.communicate()
-    saved = load_run(run).counters
-    assert saved["updates"] % 3 == 0
-    assert rollpipe(f"train --resume {run} --steps {saved['steps'] + 1} {QUIET}") == 0
-    assert read_metrics(run)["updates"].tolist() == list(range(1, saved["updates"] + 2))
 
 
 @pytest.mark.slow
@@ -914,12 +919,8 @@ def test_a_broken_pipe_that_is_not_that_of_the_output(monkeypatch, capsys):
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the streams")
 @pytest.mark.parametrize("more", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(more):
-    assert (
-        os.waitstatus_to_exitcode(
-            os.system(f"{shlex.quote(sys.executable)} -m rollpipe list {more}")
-        )
-        == 0
-    )
+    status = os.system(f"{shlex.quote(sys.executable)} -m rollpipe list {more}")
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.slow
@@ -936,21 +937,37 @@ gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
+@pytest.fixture
+def island(tmp_path):
+    "A folder with a module that registers an environment."
+    (tmp_path / "island.py").write_text(ISLAND)
+    return tmp_path
+
+
+def output_in(folder, words):
+    "What a command prints, which runs in this folder to its end."
+    done = run_command(folder, words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def error_in(folder, words):
+    "What a command says that is refused in this folder."
+    done = run_command(folder, words)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "words", ["Island-v0 --import island", "island:Island-v0"], ids=["import", "in the id"]
 )
-def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
+def test_the_printed_command_evaluates_where_a_module_was_needed(words, island):
     "Also: the module is found in the current folder."
-    (tmp_path / "island.py").write_text(ISLAND)
-    words = f"train trpo {words} --steps 128 --out 'my run' {SMALL_LINE}"
-    trained = run_command(tmp_path, words)
-    assert trained.returncode == 0, trained.stderr
-    command = trained.stdout.splitlines()[-1].partition("rollpipe ")[2]
-    evaluated = run_command(tmp_path, f"{command} --episodes 1")
-    assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
-    without = run_command(tmp_path, "evaluate 'my run'")
-    assert without.returncode == 2 and "--import island" in without.stderr
+    out = output_in(island, f"train trpo {words} --steps 128 --out 'my run' {SMALL_LINE}")
+    command = out.splitlines()[-1].partition("rollpipe ")[2]
+    assert output_in(island, f"{command} --episodes 1").startswith("return ")
+    assert "--import island" in error_in(island, "evaluate 'my run'")
 
 
 WANDERER = """
@@ -975,9 +992,7 @@ def test_an_environment_that_changes_the_current_folder_moves_no_run(tmp_path):
     (tmp_path / "wanderer.py").write_text(WANDERER)
 
     def run(words):
-        done = run_command(tmp_path, f"{words} --import wanderer")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output_in(tmp_path, f"{words} --import wanderer")
 
     options = f"--checkpoint-every 1 --n-envs 2 --n-steps 32 --hidden 4 {QUIET}"
     out = run(f"train reinforce Wanderer-v0 --steps 256 --out run {options}")
@@ -989,10 +1004,10 @@ def test_an_environment_that_changes_the_current_folder_moves_no_run(tmp_path):
         assert "are equal" in run(words)
     run("pack run --episodes 1")
     run("evaluate run --episodes 1 --record film.gif")
-    names = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+    names = names_in(tmp_path) - {"__pycache__"}
     assert names == {"wanderer.py", "run", "fork", "film.gif", "elsewhere"}
     assert (tmp_path / "run" / "pack" / "README.md").is_file()
-    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert not names_in(tmp_path / "elsewhere")
 
 
 def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch):
@@ -1001,61 +1016,53 @@ def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     words = "--import one_isle train reinforce CartPole-v1 --import two_isles --steps 64 --n-envs 2"
-    assert rollpipe(f"{words} --n-steps 32 --hidden 4 {QUIET} --out", tmp_path / "run") == 0
+    succeed(f"{words} --n-steps 32 --hidden 4 {QUIET} --out", tmp_path / "run")
     assert load_run(tmp_path / "run").config["imports"] == ["one_isle", "two_isles"]
 
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("is_in_id", [False, True])
-def test_a_run_whose_environment_needs_a_module_goes_on(is_in_id, tmp_path):
-    "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."
-    (tmp_path / "island.py").write_text(ISLAND)
-    (tmp_path / "other.py").write_text("")
+def test_a_run_whose_environment_needs_a_module_goes_on(is_in_id, island):
+    """By the command that has begun it, and with or without what says the same.
+
+    No file makes us import anything by itself.
+    """
+    (island / "other.py").write_text("")
     first = "trpo island:Island-v0" if is_in_id else "trpo Island-v0 --import island"
+    first = f"train {first} {SMALL_LINE} --out run"
+    resume = f"train --resume run {QUIET}"
 
-    def go_on(words, steps):
-        screen = QUIET if "--resume" in words else SMALL_LINE
-        return run_command(tmp_path, f"train {words} --steps {steps} {screen}")
+    # Each command has a batch of 128 steps more.
+    same = [f"{first} --continue --import island"] if is_in_id else []
+    commands = [first, f"{first} --continue", *same, f"{resume} --import island"]
+    for k, words in enumerate(commands, 1):
+        output_in(island, f"{words} --steps {128 * k}")
+    assert n_batches(island / "run") == len(commands)
 
-    def succeeds(words, steps):
-        done = go_on(words, steps)
-        assert done.returncode == 0, done.stderr
-
-    succeeds(f"{first} --out run", 128)
-    same = [first, f"{first} --import island"] if is_in_id else [first]
-    for k, words in enumerate(same, 2):
-        succeeds(f"{words} --out run --continue", 128 * k)
-    succeeds("--resume run --import island", 128 * (k + 1))
-    assert load_run_in(tmp_path, "run") == k + 1
-    without = go_on("--resume run", 9999)
-    assert without.returncode == 2 and "--import island" in without.stderr
-    other = go_on(f"{first} --import other --out run --continue", 9999)
-    assert other.returncode == 2
-    assert "has other options" in other.stderr and "imports=" in other.stderr
+    assert "--import island" in error_in(island, f"{resume} --steps 9999")
+    error = error_in(island, f"{first} --import other --continue --steps 9999")
+    assert "has other options" in error and "imports=" in error
 
 
-def load_run_in(folder, run):
+def n_batches(run):
     "How many batches of 128 steps a run has, of which only the file is read."
-    return load_checkpoint(folder / run / "checkpoint.safetensors").counters["steps"] // 128
+    return load_checkpoint(run / "checkpoint.safetensors").counters["steps"] // 128
 
 
 @pytest.mark.slow
-def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_run_command(tmp_path):
-    (tmp_path / "island.py").write_text(ISLAND)
-    (tmp_path / "run-s1").write_text("a file, where the folder should be")
+def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_run_command(island):
+    (island / "run-s1").write_text("a file, where the folder should be")
     words = f"train trpo island:Island-v0 --steps 128 --out run --seeds 0-1 {SMALL_LINE}"
-    failed = run_command(tmp_path, words)
-    assert failed.returncode == 2 and "1 of 2 runs failed" in failed.stderr
-    (tmp_path / "run-s1").unlink()
-    command = failed.stderr.rpartition("continue with: rollpipe ")[2]
-    done = run_command(tmp_path, command.rstrip(".\n"))
-    assert done.returncode == 0, done.stderr
-    assert [load_run_in(tmp_path, name) for name in ("run-s0", "run-s1")] == [1, 1]
+    error = error_in(island, words)
+    assert "1 of 2 runs failed" in error
+    (island / "run-s1").unlink()
+    output_in(island, error.rpartition("continue with: rollpipe ")[2].rstrip(".\n"))
+    assert [n_batches(island / name) for name in ("run-s0", "run-s1")] == [1, 1]
 
 
-def test_version_and_bare_command(capsys):
-    assert rollpipe("--version") == 0
-    assert rollpipe() == 0
+def test_the_version_and_the_list_of_commands_are_printed(capsys):
+    succeed("--version")
+    succeed()
     out = capsys.readouterr().out
     assert out.startswith("rollpipe 0.")
     for command in ("train", "evaluate", "export", "plot", "graph", "demo"):
@@ -1067,7 +1074,7 @@ def test_version_and_bare_command(capsys):
 
 def train_to(folder, words="--quiet"):
     options = "--n-steps 32 --n-envs 2 --lanes 2 --hidden 8 --steps 500 --no-tensorboard"
-    assert rollpipe(f"train trpo CartPole-v1 {options} --out {folder} {words}") == 0
+    succeed(f"train trpo CartPole-v1 {options} --out {folder} {words}")
     return folder
 
 

@@ -1,10 +1,12 @@
-"""The ways to keep a running environment: each is exact or refused, and what a state says is never executed."""
+"""The ways to keep a running environment: each is exact or refused.
+
+What a state says is never executed.
+"""
 
 import array
 import datetime
 import enum
 import itertools
-import json
 import os
 import queue
 import random
@@ -17,7 +19,10 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
+from operator import attrgetter, itemgetter
 from pathlib import Path, PureWindowsPath
+from types import FunctionType
 from types import SimpleNamespace as Thing
 
 import gymnasium as gym
@@ -28,6 +33,8 @@ from gymnasium import wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from reference import assert_same
+from resuming import encoded
 
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import EnvError
@@ -36,8 +43,8 @@ from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for, sa
 from rollpipe.pipes.envs.kept import ActionLog, KeptActions, answer_checksum, restore_batch
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.keeping.copies import copies_of, env_parts, put_copies
-from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.pipes.keeping.plain import capture, may_be_new, restore_object
+from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 from rollpipe.pipes.tensors.tensor_env import TensorEnv
 
 Point = namedtuple("Point", "x y")
@@ -67,42 +74,50 @@ class World(gym.Env):
 
     def step(self, action):
         self.x += 2 * action - 1 + self.noise()
-        return (
-            np.float32([self.x]),
-            float(self.x),
-            bool(abs(self.x) > 6),
-            False,
-            {"noise": self.x**2, "name": "x"},
-        )
+        info = {"noise": self.x**2, "name": "x"}
+        return np.float32([self.x]), float(self.x), bool(abs(self.x) > 6), False, info
 
 
-def stored(state):
-    "The state as it comes out of a checkpoint."
-    tensors = {}
-    return decode(json.loads(json.dumps(encode(state, tensors), allow_nan=False)), tensors)
+def right():
+    "An action of a `World`."
+    return 1
 
 
-def restored(make, keeper, state):
-    "A new environment that goes on from a state, as a batch makes it."
+def begun(make, keeper, seed=3, draw=right, n=0, more=0):
+    "A `KeptEnv` after a reset, up to `n` steps to the end of an episode, and `more` steps."
+    running = KeptEnv(make(), keeper)
+    running.do("reset", dict(seed=seed))
+    running.play(draw, n, more, np.inf)
+    return running
+
+
+def restored(make, keeper, running):
+    "A new environment that goes on from the state of another one, as a batch makes it."
     new = KeptEnv(make(), keeper)
 
     def anew(b):
         new.__init__(make(), keeper)
         return new.kept
 
+    state = encoded(running.kept.state())
     restore_batch([new.kept], [state], anew, lambda b: nullcontext())
+    return new
+
+
+def successor(make, keeper, running, draw=right, n=50, more=50):
+    "A new environment that goes on from the state of another one, and repeats its next steps."
+    new = restored(make, keeper, running)
+    new.repeat(running.play(draw, n, more, np.inf))
     return new
 
 
 def goes_on(make, keeper, seed=0, n=300):
     "Keep an environment after `n` steps and an episode, and go on in a new one, twice."
-    running = KeptEnv(make(), keeper)
-    running.do("reset", dict(seed=seed + 5))
+    running = begun(make, keeper, seed + 5)
     running.env.action_space.seed(7)
     running.play(running.env.action_space.sample, n, 111, np.inf)
     for _ in range(2):
-        new = restored(make, keeper, stored(running.kept.state()))
-        new.repeat(running.play(running.env.action_space.sample, 100, 50, np.inf))
+        new = successor(make, keeper, running, running.env.action_space.sample, 100)
         running.env.close()
         running = new
     running.env.close()
@@ -207,10 +222,8 @@ def test_vectors_of_their_own_class_are_kept_and_processes_are_not():
     keeper = keeper_for(
         lambda: wrappers.vector.RecordEpisodeStatistics(gym.make_vec("CartPole-v1", 2, "async"))
     )
-    assert (keeper.name, keeper.failed) == (
-        "none",
-        {"processes": "AsyncVectorEnv keeps its environments out of reach"},
-    )
+    assert keeper.name == "none"
+    assert keeper.failed == {"processes": "AsyncVectorEnv keeps its environments out of reach"}
 
 
 class Tensors(TensorEnv):
@@ -231,14 +244,7 @@ class Tensors(TensorEnv):
         trunc = self.age > 5
         final = self.obs.clone()
         self.memory[trunc] = 0
-        return (
-            self.obs,
-            act.float(),
-            torch.zeros(3, dtype=torch.bool),
-            trunc,
-            final,
-            {"age": self.age},
-        )
+        return self.obs, act.float(), torch.zeros_like(trunc), trunc, final, {"age": self.age}
 
 
 def test_tensors_are_kept_as_they_share_memory():
@@ -247,15 +253,10 @@ def test_tensors_are_kept_as_they_share_memory():
     new = Tensors()
     env.reset(3)
     env.step(torch.ones(3, dtype=torch.int64))
-    Keeper("copy").begin(new).restore(stored(Keeper("copy").begin(env).state()))
-    assert (
-        new.memory.untyped_storage().data_ptr()
-        == new.obs.untyped_storage().data_ptr()
-        == new.age.untyped_storage().data_ptr()
-    )
+    Keeper("copy").begin(new).restore(encoded(Keeper("copy").begin(env).state()))
+    assert len({x.untyped_storage().data_ptr() for x in (new.memory, new.obs, new.age)}) == 1
     left = torch.zeros(3, dtype=torch.int64)
-    for x, y in zip(env.step(left)[:2], new.step(left)[:2]):
-        assert torch.equal(x, y)
+    assert_same(env.step(left)[:2], new.step(left)[:2])
 
 
 # -- hostile environments ---------------------------------------------------------------------------------------------
@@ -308,6 +309,17 @@ class Iterating(World):
 
     def noise(self):
         return next(self.numbers)
+
+
+class Late(World):
+    "Holds an iterator, by which it differs only after many steps: the test at the start does not see it."
+
+    def __init__(self):
+        self.total = itertools.count()
+
+    def noise(self):
+        n = next(self.total)
+        return self.np_random.normal() * (1 if n < 1000 else 2 + n % 7)
 
 
 class Thread(World):
@@ -422,8 +434,9 @@ class History(World):
         self.log.append(Thing(total=0.0))
 
     def noise(self):
-        self.log[-1].total += (found := self.np_random.normal() * (1 if len(self.log) < 20 else 2))
-        return found
+        x = self.np_random.normal() * (1 if len(self.log) < 20 else 2)
+        self.log[-1].total += x
+        return x
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0])
@@ -462,19 +475,21 @@ def test_no_way_is_trusted_that_has_not_gone_over_an_end(seconds):
         (Beings, "replay (episode)"),
         (History, "replay (all)"),
         (Entropy, "none"),
+        (Late, "replay (all)"),
     ],
 )
 def test_the_first_exact_way_is_taken(make, name):
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    "Global generators stay as they are, and another test finds the same."
+    states = global_states()
     keeper = keeper_for(make)
     assert keeper.name == name, keeper.failed
-    assert (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    ) == states
+    assert global_states() == states
     again = keeper_for(make)
     assert (again.name, list(again.failed)) == (keeper.name, list(keeper.failed))
+
+
+def global_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 class Halving(World):
@@ -506,12 +521,10 @@ def test_an_environment_that_changes_its_action_in_place_is_replayed():
     assert keeper.name == "replay (all)", keeper.failed
 
     # A replay leaves the log as it was, so one may follow another.
-    running = KeptEnv(HalvingTensors(), keeper)
-    running.do("reset", dict(seed=1))
-    running.play(sampler(running.env, 0), 0, 5, np.inf)
+    running = begun(HalvingTensors, keeper, 1, sampler(HalvingTensors(), 0), more=5)
     actions = running.kept.log.pack().clone()
     for _ in range(2):
-        running = restored(HalvingTensors, keeper, stored(running.kept.state()))
+        running = restored(HalvingTensors, keeper, running)
         assert torch.equal(running.kept.log.pack(), actions)
 
 
@@ -521,7 +534,10 @@ def test_objects_that_come_and_go_are_kept(make):
 
 
 class Comes(World):
-    "After 400 steps, long after the test at the start, it holds something new, which goes on over its episodes."
+    """After 400 steps, long after the test at the start, it holds something new.
+
+    This goes on over its episodes.
+    """
 
     n_steps = 0
     more = None
@@ -606,11 +622,8 @@ def test_what_comes_late_is_exact(name):
 
 def test_a_batch_repeats_all_where_the_episode_is_not_enough():
     "A new environment takes the place of the one that was played already."
-    factories = env_factories(CLOSURE, 2)
-    batch, keeper = begun(factories)
-    batch.reset()
+    batch, new = batches_of(CLOSURE, 2, "replay (episode)")
     outcomes(batch, 500, 1)
-    new, _ = begun(factories)
     first = list(new.envs)
     go_on(new, state_of(batch))
     assert all(x is not y for x, y in zip(first, new.envs))
@@ -632,45 +645,22 @@ def test_slow_steps_are_kept_too():
     assert keeper.name == "replay (episode)" and keeper.step_seconds >= 0.01
 
 
-class Priced(GlobalNoise):
-    "Its reward is a number of numpy if the action is one."
-
-    def step(self, action):
-        obs, _, *rest = super().step(action)
-        return obs, random.random() * action, *rest
-
-
-def test_a_number_of_numpy_and_one_of_python_are_the_same_answer():
-    "An action comes back from the log as a number of Python."
-    assert keeper_for(Priced).name == "replay (all)"
-    one = played(Priced, Keeper("replay (all)"))
-    new = restored(Priced, Keeper("replay (all)"), stored(one.kept.state()))
-    assert new.env.x == one.env.x
-
-
 def test_global_generators_are_replayed_for_a_whole_batch():
     "Its environments draw from them in turn."
-    factories = env_factories(GlobalNoise, 3)
-    batch, keeper = begun(factories)
-    assert keeper.name == "replay (all)"
-    batch.reset()
+    batch, new = batches_of(GlobalNoise, 3, "replay (all)")
     outcomes(batch, 200, 1)
     state = state_of(batch)
-    globals_then = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    expected = outcomes(batch, 60, 2)
-    new, _ = begun(factories)
-    go_on(new, state)
-    random.setstate(globals_then[0])
-    np.random.set_state(globals_then[1])
-    torch.set_rng_state(globals_then[2])
+    with GlobalRandomStates():
+        expected = outcomes(batch, 60, 2)
+        go_on(new, state)
     assert outcomes(new, 60, 2) == expected
 
 
-def played(make, keeper, n_episodes=3):
-    "A `KeptEnv` that has played some episodes of five steps."
+def played(make, keeper):
+    "A `KeptEnv` that has played three episodes of five steps."
     one = KeptEnv(make(), keeper)
-    for i in range(n_episodes):
-        one.do("reset", dict(seed=3) if i == 0 else {})
+    for arguments in (dict(seed=3), {}, {}):
+        one.do("reset", arguments)
         for action in (0, 1, 1, 0, 1):
             one.do("step", action)
     return one
@@ -686,35 +676,29 @@ def test_a_replay_that_differs_is_refused_with_the_way_out(name):
 
     Repaired.__qualname__ = "World"
     Repaired.__module__ = World.__module__
-    state = stored(played(World, Keeper(name)).kept.state())
-    assert restored(World, Keeper(name), state).env.x == played(World, Keeper(name)).env.x
+    keeper = Keeper(name)
+    one = played(World, keeper)
+    assert restored(World, keeper, one).env.x == one.env.x
     told = (
         "gives other observations or rewards.*Expected the checksum .*`get_state` and `set_state`"
     )
     with pytest.raises(EnvError, match=told):
-        restored(Repaired, Keeper(name), state)
+        restored(Repaired, keeper, one)
 
 
 @pytest.mark.slow
 def test_a_log_that_grows_too_long_keeps_the_episode_alone(monkeypatch):
     monkeypatch.setattr(KeptActions, "MOST", 1000)
     keeper = Keeper("replay (episode)")
-    running = KeptEnv(World(), keeper)
-    running.do("reset", dict(seed=3))
-    running.play(lambda: 1, 100, 5000, np.inf)
+    running, closure, iterator = (
+        begun(make, keeper, n=100, more=5000) for make in (World, CLOSURE, ITERATOR)
+    )
     assert len(running.kept.log) < 1100
-    new = restored(World, keeper, stored(running.kept.state()))
-    new.repeat(running.play(lambda: 1, 50, 50, np.inf))
-    late = KeptEnv(CLOSURE(), keeper)
-    late.do("reset", dict(seed=3))
-    late.play(lambda: 1, 100, 5000, np.inf)
+    successor(World, keeper, running)
     with pytest.raises(EnvError, match="were too many to be kept"):
-        restored(CLOSURE, keeper, late.kept.state())
-    late = KeptEnv(ITERATOR(), keeper)
-    late.do("reset", dict(seed=3))
-    late.play(lambda: 1, 100, 5000, np.inf)
+        restored(CLOSURE, keeper, closure)
     with pytest.raises(EnvError, match="too many actions, .* Got builtins.iterator"):
-        late.kept.state()
+        iterator.kept.state()
 
 
 def test_a_log_that_is_too_long_is_dropped(monkeypatch):
@@ -722,15 +706,14 @@ def test_a_log_that_is_too_long_is_dropped(monkeypatch):
     monkeypatch.setattr(KeptActions, "MOST", 1050)
     monkeypatch.setattr(ActionLog, "CHUNK", 50)
     for name in ("replay (all)", "replay (episode)"):
-        running = KeptEnv(World(), Keeper(name))
-        running.do("reset", dict(seed=3))
+        keeper = Keeper(name)
+        running = begun(World, keeper)
         running.do("reset", {})
-        for n in (1000, 200):
-            for _ in range(n):
-                running.do("step", 1)
-            if n == 1000:
-                new = restored(World, Keeper(name), stored(running.kept.state()))
-                assert new.env.x == running.env.x
+        for _ in range(1000):
+            running.do("step", 1)
+        assert restored(World, keeper, running).env.x == running.env.x
+        for _ in range(200):
+            running.do("step", 1)
         with pytest.raises(EnvError, match="too many actions. Expected a log of at most"):
             running.kept.state()
         assert len(running.kept.log) == 0
@@ -741,16 +724,14 @@ def test_a_log_that_is_too_long_is_dropped(monkeypatch):
             with pytest.raises(EnvError, match="too many actions"):
                 running.kept.state()
         else:
-            new = restored(World, Keeper(name), stored(running.kept.state()))
-            new.repeat(running.play(lambda: 1, 50, 50, np.inf))
+            successor(World, keeper, running)
 
 
 def test_options_of_resets_count_in_a_log(monkeypatch):
     "A vector that resets by a mask has options in each reset. What is stored is within the bound."
     monkeypatch.setattr(KeptActions, "MOST", 2**18)
     monkeypatch.setattr(ActionLog, "CHUNK", 50)
-    running = KeptEnv(World(), Keeper("replay (all)"))
-    running.do("reset", dict(seed=3))
+    running = begun(World, Keeper("replay (all)"))
     constant = stored_bytes(running.kept.state())  # of the generators and the constructor
     most = 0
     with pytest.raises(EnvError, match="too many actions"):
@@ -786,8 +767,7 @@ def stored_bytes(state):
 
 
 def test_the_log_of_actions_is_small():
-    running = KeptEnv(World(), Keeper("replay (all)"))
-    running.do("reset", dict(seed=3))
+    running = begun(World, Keeper("replay (all)"))
     sizes = []
     for _ in range(2):
         for _ in range(5000):
@@ -870,26 +850,26 @@ def bag(n):
     return found
 
 
+FIRST = itemgetter(0)
+SECOND = itemgetter(1)
 TABLE = np.arange(1.0, 7.0).reshape(3, 2)
-SHARED = {  # kind -> constants, and what is read of one of them
-    "array": ([np.full(2, n) for n in (1.0, 2.0, 3.0)], lambda x: x[1]),
-    "row": (TABLE, lambda x: x[1]),
-    "read by numpy": ([torch.full((2,), n).numpy() for n in (1.0, 2.0, 3.0)], lambda x: x[1]),
-    "tensor": ([torch.full((2,), n) for n in (1.0, 2.0, 3.0)], lambda x: x[1].item()),
-    "network": ([torch.nn.Linear(1, 1) for _ in range(3)], lambda x: x(torch.ones(1)).item()),
-    "list": ([[1.0], [2.0], [3.0]], lambda x: x[0]),
-    "set": ([{1.0}, {2.0}, {3.0}], lambda x: max(x)),
-    "deque": ([deque([n], 2) for n in (1.0, 2.0, 3.0)], lambda x: x[0]),
-    "dict": ([dict(n=n) for n in (1.0, 2.0, 3.0)], lambda x: x["n"]),
-    "bag": ([bag(n) for n in (1.0, 2.0, 3.0)], lambda x: x.drawn),
-    "its own attributes": ([Tagged(n) for n in (1.0, 2.0, 3.0)], lambda x: x.n),
-    "object": ([Thing(n=n) for n in (1.0, 2.0, 3.0)], lambda x: x.n),
-    "closure": ([rule(n) for n in (1.0, 2.0, 3.0)], lambda x: x()),
-    "within": (
-        [Thing(a=[dict(b=np.full(2, n))]) for n in (1.0, 2.0, 3.0)],
-        lambda x: x.a[0]["b"][1],
-    ),
+CONSTANTS = {  # kind -> what makes a constant of a number, and what is read of it
+    "array": (lambda n: np.full(2, n), SECOND),
+    "row": (lambda n: TABLE[int(n) - 1], SECOND),
+    "read by numpy": (lambda n: torch.full((2,), n).numpy(), SECOND),
+    "tensor": (lambda n: torch.full((2,), n), SECOND),
+    "network": (lambda n: torch.nn.Linear(1, 1), lambda x: x(torch.ones(1)).item()),
+    "list": (lambda n: [n], FIRST),
+    "set": (lambda n: {n}, max),
+    "deque": (lambda n: deque([n], 2), FIRST),
+    "dict": (lambda n: dict(n=n), itemgetter("n")),
+    "bag": (bag, attrgetter("drawn")),
+    "its own attributes": (Tagged, attrgetter("n")),
+    "object": (lambda n: Thing(n=n), attrgetter("n")),
+    "closure": (rule, lambda x: x()),
+    "within": (lambda n: Thing(a=[dict(b=np.full(2, n))]), lambda x: x.a[0]["b"][1]),
 }
+SHARED = {kind: list(map(make, (1.0, 2.0, 3.0))) for kind, (make, _) in CONSTANTS.items()}
 
 
 class Shared(World):
@@ -899,30 +879,36 @@ class Shared(World):
         self.kind = kind
 
     def begin(self):
-        self.level = SHARED[self.kind][0][self.np_random.integers(3)]
+        self.level = SHARED[self.kind][self.np_random.integers(3)]
 
     def noise(self):
-        return self.np_random.normal() + float(SHARED[self.kind][1](self.level))
+        return self.np_random.normal() + read_of(self.kind, self.level)
+
+
+def read_of(kind, constant):
+    _, read = CONSTANTS[kind]
+    return float(read(constant))
 
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_constants_of_a_class_or_module_stay_as_they_are(kind):
     "A new environment holds one constant, and the state another one."
-    constants, read = SHARED[kind]
-    before = [read(x) for x in constants]
-    make = lambda: Shared(kind)
+
+    def numbers():
+        return [read_of(kind, x) for x in SHARED[kind]]
+
+    before = numbers()
+    make = partial(Shared, kind)
     keeper = keeper_for(make)
     assert keeper.name.startswith("replay")
-    draw = lambda: 1
-    running = KeptEnv(make(), keeper)
-    running.do("reset", dict(seed=1))
+    running = begun(make, keeper, 1)
     for n in range(6):
-        running.play(draw, 20, 3, np.inf)
-        new = restored(make, keeper, stored(running.kept.state()))
-        assert [read(x) for x in constants] == before
-        new.repeat(running.play(draw, 20, n, np.inf))
+        running.play(right, 20, 3, np.inf)
+        new = restored(make, keeper, running)
+        assert numbers() == before
+        new.repeat(running.play(right, 20, n, np.inf))
         running = new
-    assert [read(x) for x in constants] == before
+    assert numbers() == before
 
 
 def test_an_environment_that_is_lent_is_left_alone():
@@ -937,31 +923,33 @@ def test_an_environment_that_is_lent_is_left_alone():
 def outcomes(batch, n, seed):
     "The bits of what a batch answers to random actions."
     space = batch.action_space
-    found = []
     space.seed(seed)
+    bits = []
     for _ in range(n):
-        act = nested.map(
-            lambda x: torch.as_tensor(x)[None],
-            nested.stack([space.sample() for _ in range(len(batch))]),
-        )
+        act = torch.tensor([[space.sample() for _ in range(len(batch))]])
         out = batch.step(act)
-        if "episode" in out.info:
-            del out.info["episode"]["t"]  # a duration on the clock
-        found.append(
-            dict(bits_of([*out.state, out.term, out.final, out.ended, out.info, out.valid], "out"))
-        )
-    return found
+        parts = [*out.state, out.term, out.final, out.ended, out.info, out.valid]
+        bits.append(dict(bits_of(parts, "out")))
+    return bits
 
 
-def begun(make, seed=3):
-    keeper = keeper_for(lambda: make[0](0))
-    return env_batch(make, np.random.SeedSequence(seed), sticky=None, keeper=keeper), keeper
+def batches_of(make, n, name):
+    "Two equal batches, which are kept in the way of this name. The first one is reset."
+    factories = env_factories(make, n)
+    keeper = keeper_for(lambda: factories[0](0))
+    assert keeper.name == name
+    batches = [
+        env_batch(factories, np.random.SeedSequence(3), sticky=None, keeper=keeper)
+        for _ in range(2)
+    ]
+    batches[0].reset()
+    return batches
 
 
 def state_of(batch):
     rows, t = batch._at
     row = rows.rows[t]
-    return stored(capture([batch.get_state(), row.state(()), row.term]))
+    return encoded(capture([batch.get_state(), row.state(()), row.term]))
 
 
 def go_on(batch, state):
@@ -979,38 +967,28 @@ def refused(text, make, state, name="copy"):
         Keeper(name).begin(make()).restore(state)
 
 
+def pole():
+    return gym.make("CartPole-v1")
+
+
+def copy_of(env):
+    "The copy of an environment that is reset."
+    env.reset(seed=0)
+    return Keeper("copy").begin(env).state()
+
+
 def test_states_that_do_not_fit_are_refused_by_name():
     "For environments of another class and for another keeper see the notebooks."
-    env = gym.make("CartPole-v1")
-    env.reset(seed=0)
-    state = Keeper("copy").begin(env).state()
-    refused("TimeLimit of .* got .*CartPoleEnv", lambda: gym.make("CartPole-v1").unwrapped, state)
+    state = copy_of(pole())
+    refused("TimeLimit of .* got .*CartPoleEnv", lambda: pole().unwrapped, state)
     refused("another way.*got 'int'", World, 3)
     lacking = {**state, "graph": state["graph"].replace('"gravity"', '"gravitas"')}
-    told = "leaf CartPoleEnv.gravity: the state lacks an attribute"
-    refused(told, lambda: gym.make("CartPole-v1"), lacking)
-    three, two = (gym.make_vec("CartPole-v1", n, "sync") for n in (3, 2))
-    three.reset(seed=0)
-    with pytest.raises(EnvError, match="does not fit this environment"):
-        Keeper("copy").begin(two).restore(Keeper("copy").begin(three).state())
-    other = Keeper("replay (all)").begin(World())
-    other.reset(0)
+    refused("leaf CartPoleEnv.gravity: the state lacks an attribute", pole, lacking)
+    vector = partial(gym.make_vec, "CartPole-v1", vectorization_mode="sync")
+    refused("does not fit this environment", lambda: vector(2), copy_of(vector(3)))
+    keeper = Keeper("replay (all)")
     told = "Expected test_keeping.World, got test_keeping.Level"
-    refused(told, Level, other.state(), "replay (all)")
-
-
-class Late(World):
-    "Differs from a new one only after many steps, where a test at the start does not see it."
-
-    def __init__(self):
-        self.total = itertools.count()
-
-    def noise(self):
-        return self.np_random.normal() * (1 if (n := next(self.total)) < 1000 else 2 + n % 7)
-
-
-def test_an_environment_that_holds_an_iterator_from_the_start_repeats_all():
-    assert begun(env_factories(Late, 2))[1].name == "replay (all)"
+    refused(told, Level, begun(World, keeper).kept.state(), keeper.name)
 
 
 @pytest.mark.parametrize(
@@ -1018,14 +996,13 @@ def test_an_environment_that_holds_an_iterator_from_the_start_repeats_all():
 )
 def test_a_copy_refuses_what_gymnasium_does_not_hold(x):
     "It names the attribute. A function without variables of its own is fine."
-    env = gym.make("CartPole-v1")
-    env.reset(seed=0)
+    env = pole()
     env.unwrapped.more = x
-    if type(x) is type(lambda: 0):
-        Keeper("copy").begin(env).state()
+    if type(x) is FunctionType:
+        copy_of(env)
         return
     with pytest.raises(EnvError, match="leaf CartPoleEnv.more: this cannot be copied. Got"):
-        Keeper("copy").begin(env).state()
+        copy_of(env)
 
 
 def test_a_model_that_was_changed_is_refused():
@@ -1064,9 +1041,9 @@ def test_a_model_of_other_size_is_refused():
         gym.make(name, disable_env_checker=True).unwrapped for name in ("Hopper-v5", "Ant-v5")
     )
     env.reset(seed=0)
-    found = copies_of(env_parts(env))
+    copies = copies_of(env_parts(env))
     with pytest.raises(EnvError, match="does not fit this environment"):
-        put_copies(env_parts(other), [{**found[0], "part": "gymnasium.envs.mujoco.ant_v5.AntEnv"}])
+        put_copies(env_parts(other), [{**copies[0], "part": "gymnasium.envs.mujoco.ant_v5.AntEnv"}])
 
 
 # -- plain data -------------------------------------------------------------------------------------------------------
@@ -1074,6 +1051,11 @@ def test_a_model_of_other_size_is_refused():
 
 class Hand(list):
     "A container of a class of its own."
+
+
+def returned(x, *root):
+    "Plain data, after they were in a checkpoint."
+    return restore_object(encoded(capture(x)), *root)
 
 
 @pytest.mark.parametrize("fresh", [None, [1], deque([1])])
@@ -1105,8 +1087,8 @@ VALUES = [
 @pytest.mark.parametrize("x", VALUES, ids=repr)
 def test_values_come_back_whatever_a_new_environment_has(x):
     for fresh in (x, None, VALUES[0], VALUES[2]):
-        found = restore_object(stored(capture([x])), [fresh])[0]
-        assert (type(found), found, repr(found)) == (type(x), x, repr(x))
+        again = returned([x], [fresh])[0]
+        assert (type(again), again, repr(again)) == (type(x), x, repr(x))
 
 
 class Sub(np.ndarray):
@@ -1147,25 +1129,19 @@ def test_generators_share_what_they_shared():
     def world(seed):
         seeds = np.random.SeedSequence(seed)
         bits = np.random.Philox(seeds)
-        one, two = (np.random.Generator(bits) for _ in range(2))
-        return dict(seeds=seeds, bits=bits, one=one, two=two)
+        return [seeds, bits, np.random.Generator(bits), np.random.Generator(bits)]
+
+    def drawn(seeds, bits, one, two):
+        numbers = [x.random() for x in (one, two, *two.spawn(2))]
+        return numbers, bits.random_raw(), seeds.n_children_spawned
 
     old = world(3)
     new = world(4)
-    old["one"].spawn(2)
-    assert restore_object(stored(capture(old)), new) is new
-    for x in (old, new):
-        drawn = [
-            x["one"].random(),
-            x["two"].random(),
-            x["bits"].random_raw(),
-            *(g.random() for g in x["two"].spawn(2)),
-            x["seeds"].n_children_spawned,
-        ]
-        if x is old:
-            expected = drawn
-    assert drawn == expected
-    assert new["one"].bit_generator is new["two"].bit_generator is new["bits"]
+    old[2].spawn(2)
+    assert returned(old, new) is new
+    assert drawn(*new) == drawn(*old)
+    _, bits, one, two = new
+    assert one.bit_generator is two.bit_generator is bits
 
 
 DAMAGED = [
@@ -1237,13 +1213,12 @@ def text(x):
     "Kinds, values and order, apart from the order of a set."
     if isinstance(x, np.ndarray):
         return f"{x.dtype!r} {x.shape} {x.tobytes()!r}"
-    if isinstance(x, dict):
-        return f"{type(x)} {[(text(k), text(y)) for k, y in x.items()]}"
+    if not isinstance(x, (dict, set, frozenset, list, tuple, deque)):
+        return f"{type(x)} {x!r}"
+    items = [text(y) for y in (x.items() if isinstance(x, dict) else x)]
     if isinstance(x, (set, frozenset)):
-        return f"{type(x)} {sorted(map(text, x))}"
-    if isinstance(x, (list, tuple, deque)):
-        return f"{type(x)} {list(map(text, x))} {getattr(x, 'maxlen', 0)}"
-    return f"{type(x)} {x!r}"
+        items.sort()
+    return f"{type(x)} {items} {getattr(x, 'maxlen', 0)}"
 
 
 @may_be_new
@@ -1255,11 +1230,11 @@ class Holder:
 @settings(deadline=None, max_examples=150)
 @given(trees, trees)
 def test_plain_data_come_back(tree, other):
-    assert text(restore_object(stored(capture(tree)))) == text(tree)
+    assert text(returned(tree)) == text(tree)
     a = Holder(tree=tree, both=[tree])
     b = Holder(tree=other, both=[other])
-    assert restore_object(stored(capture(a)), b) is b
-    assert text(b.tree) == text(a.tree) and text(b.both) == text(a.both)
+    assert returned(a, b) is b
+    assert text(vars(b)) == text(vars(a))
     if isinstance(a.tree, (list, dict, np.ndarray)):
         assert b.tree is b.both[0]
 
@@ -1283,13 +1258,11 @@ def test_views_of_one_memory_stay_views_of_one_memory(cuts, torchy, fresh, data)
         return dict(views=views, base=base)
 
     a = world(0, cuts)
-    b = world(1, data.draw(st.permutations(cuts)))
-    b = restore_object(stored(capture(a)), b) if fresh else restore_object(stored(capture(a)))
-    for x in (a, b):
-        rows = data.draw(st.integers(0, 5)) if x is a else slice(None)
-        x["base"][rows] = a["base"] if x is b else 7.0
-    found = [b["base"], *b["views"]]
-    assert all(np.array_equal(x, y) for x, y in zip([a["base"], *a["views"]], found))
+    root = [world(1, data.draw(st.permutations(cuts)))] if fresh else []
+    b = returned(a, *root)
+    a["base"][data.draw(st.integers(0, 5))] = 7.0
+    b["base"][:] = a["base"]
+    assert_same(b, a)
 
 
 def test_names_of_one_object_stay_names_of_one_object():
@@ -1315,7 +1288,7 @@ def test_names_of_one_object_stay_names_of_one_object():
     old = world(2)
     new = world(1)
     at, more = new["array"], new["more"]
-    restore_object(stored(capture(old)), new)
+    returned(old, new)
     assert new["x"] is new["y"] is new["holder"].a is new["objects"][0] and new["x"] == [2]
     assert new["me"] is new["objects"][1] is new
     assert new["array"] is at is new["holder"].b and new["more"] is more
@@ -1328,19 +1301,20 @@ def test_names_of_one_object_stay_names_of_one_object():
 
 def test_who_holds_an_array_sees_the_numbers_of_the_state():
     "An array, a tensor and a parameter get them in place; a view stays one, and a parameter learns on."
-    whole = torch.arange(4.0)
-    state = capture(
-        dict(x=np.arange(3.0), w=torch.nn.Parameter(torch.ones(2)), part=whole[1:], whole=whole)
-    )
-    other = torch.zeros(4)
-    fresh = dict(x=np.zeros(3), w=torch.nn.Parameter(torch.zeros(2)), part=other[1:], whole=other)
-    x, w, whole = fresh["x"], fresh["w"], fresh["whole"]
-    restored = restore_object(state, fresh)
-    assert restored["x"] is x and x.tolist() == [0, 1, 2]
-    assert restored["w"] is w and w.requires_grad and w.tolist() == [1, 1]
-    assert restored["whole"] is whole and whole.tolist() == [0, 1, 2, 3]
-    restored["part"][0] = 9
-    assert whole[1] == 9
+
+    def world(a):
+        whole = a * torch.arange(4.0)
+        w = torch.nn.Parameter(a * torch.ones(2))
+        return dict(x=a * np.arange(3.0), w=w, whole=whole, part=whole[1:])
+
+    fresh = world(0)
+    held = dict(fresh)
+    again = restore_object(capture(world(1)), fresh)
+    assert all(again[name] is held[name] for name in ("x", "w", "whole"))
+    assert_same(again, world(1))
+    assert again["w"].requires_grad
+    again["part"][0] = 9
+    assert again["whole"][1] == 9
 
 
 def test_a_class_that_is_gone_is_named():

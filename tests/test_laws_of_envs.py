@@ -14,7 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import apply, assert_same, differences, snapshot
-from test_keeping import stored
+from resuming import encoded
 from test_vector import PLANS, Pool, Vectorised
 from toys import (
     ENDS,
@@ -367,7 +367,7 @@ def test_a_stream_goes_on_from_its_state_at_any_item(way, kind):
         found = list(map(snapshot, islice(items, k)))
         for f in found:
             f.env.get("episode", {}).pop("t", None)  # a duration on the clock
-        return found, stored(stream_state(pipe))
+        return found, encoded(stream_state(pipe))
 
     whole, _ = resumed(n)
     for k in range(1, n):

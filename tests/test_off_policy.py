@@ -1,7 +1,11 @@
-"SAC, CrossQ, TD3 and DDPG: densities, losses and updates against independent computations, and what happens at the ends of episodes."
+"""SAC, CrossQ, TD3 and DDPG: densities, losses and updates against independent computations.
+
+And what happens at the ends of episodes.
+"""
 
 import copy
 from itertools import islice
+from unittest.mock import MagicMock, patch
 
 import gymnasium as gym
 import numpy as np
@@ -48,11 +52,16 @@ POLICIES = {
 each_algorithm = pytest.mark.parametrize("algorithm", POLICIES)
 
 
-def make(algorithm, env=SPACES, seed=0, hidden=(8,), n_critics=2, **options):
-    actor = POLICIES[algorithm].for_env(env, hidden=hidden, seed=seed)
+def small(cls, seed=0, env=SPACES, hidden=(8,), **options):
+    return cls.for_env(env, hidden=hidden, seed=seed, **options)
+
+
+def make(algorithm, env=SPACES, hidden=(8,), n_critics=2, **options):
     critic = RenormCritic if algorithm is CrossQ else ActionCritic
     return algorithm(
-        actor, critic.for_env(env, hidden=hidden, n_critics=n_critics, seed=seed), **options
+        small(POLICIES[algorithm], 0, env, hidden),
+        small(critic, 0, env, hidden, n_critics=n_critics),
+        **options,
     )
 
 
@@ -64,13 +73,13 @@ def random_fragment(T=4, B=5, seed=0, spaces=SPACES, invalid=True):
     def floats(*shape):
         return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
 
+    def chance(p):
+        return torch.from_numpy(rng.random((T, B)) < p)
+
     act = low + (high - low) * torch.from_numpy(rng.random((T, B, *spaces[1].shape), np.float32))
-    term, cut = (torch.from_numpy(rng.random((T, B)) < 0.25) for _ in range(2))
-    valid = (
-        torch.from_numpy(rng.random((T, B)) < 0.85)
-        if invalid
-        else torch.ones(T, B, dtype=torch.bool)
-    )
+    term = chance(0.25)
+    cut = chance(0.25)
+    valid = chance(0.85) if invalid else torch.ones(T, B, dtype=torch.bool)
     valid[0, 0] = True
     cut = cut & ~term & valid
     return Fragment.from_steps(
@@ -86,10 +95,9 @@ def random_fragment(T=4, B=5, seed=0, spaces=SPACES, invalid=True):
 
 def successor(fragment, t, b):
     "The observation that a step led to."
-    for k, (s, e) in enumerate(zip(fragment.final.t.tolist(), fragment.final.b.tolist())):
-        if (s, e) == (t, b):
-            return fragment.final.obs[k]
-    return fragment.state.obs[t + 1, b]
+    final = fragment.final
+    at = ((final.t == t) & (final.b == b)).nonzero().flatten().tolist()
+    return final.obs[at[0]] if at else fragment.state.obs[t + 1, b]
 
 
 # --- distribution
@@ -106,47 +114,34 @@ def test_density_agrees_with_torch_and_actions_stay_in_bounds(bounds, seed):
     n = len(bounds)
     dist = SquashedGaussian(UnitBox(space))
     g = torch.Generator().manual_seed(seed)
-    params = GaussianParams(torch.randn(6, n, generator=g), torch.randn(6, n, generator=g) - 1)
-    act, logp = dist.sample_with_log_prob(params, torch.randn(6, n, generator=g))
+    mean, log_std, noise, sides = torch.randn(4, 6, n, generator=g)
+    params = GaussianParams(mean, log_std - 1)
+    act, logp = dist.sample_with_log_prob(params, noise)
     assert all(space.contains(x) for x in act.numpy())
-    corner = dist.sample(params, torch.full((6, n), 1e6) * torch.randn(6, n, generator=g).sign())
+    corner = dist.sample(params, 1e6 * sides.sign())
     assert all(space.contains(x) for x in corner.numpy())
-    # the same in float64 by another library, at the same u; it is told u, as the action near a bound does not determine it
+
+    # The same in float64 by another library, at the same u: the action near a bound does not
+    # determine it.
     D = torch.distributions
-    mean = params.mean.double()
-    std = params.log_std.double().exp()
-    u = (
-        mean
-        + std
-        * torch.randn(
-            6, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
-        ).double()
-    )
-    act, logp = dist.sample_with_log_prob(params, ((u - mean) / std).float())
+    normal = D.Normal(mean.double(), params.log_std.double().exp())
+    u = normal.mean + normal.stddev * noise.double()
+    low, high = (torch.from_numpy(x).double() / 2 for x in (space.low, space.high))
     tanh = D.TanhTransform(cache_size=1)
-    half, center = (
-        torch.from_numpy(np.float64(space.high) * 0.5 + s * np.float64(space.low) * 0.5)
-        for s in (-1, 1)
-    )
-    expected = D.TransformedDistribution(
-        D.Normal(mean, std), [tanh, D.AffineTransform(center, half, cache_size=1)]
-    )
-    y = expected.transforms[1](tanh(u))
+    scale = D.AffineTransform(high + low, high - low, cache_size=1)
+    expected = D.TransformedDistribution(normal, [tanh, scale])
+    y = scale(tanh(u))
     torch.testing.assert_close(logp.double(), expected.log_prob(y).sum(-1), rtol=1e-3, atol=1e-2)
 
 
 def test_density_integrates_to_one_over_the_plane():
     dist = SquashedGaussian(UnitBox(SPACES[1]))
     n = 300
-    x, y = (
-        torch.from_numpy((low + (high - low) * (np.arange(n) + 0.5) / n).astype(np.float32))
-        for low, high in ((-1, 3), (2, 2.5))
-    )
-    grid = torch.stack(torch.meshgrid(x, y, indexing="ij"), -1)
+    middle = (torch.arange(n) + 0.5) / n
+    grid = torch.stack(torch.meshgrid(-1 + 4 * middle, 2 + 0.5 * middle, indexing="ij"), -1)
     params = GaussianParams(torch.tensor([0.4, -0.6]), torch.tensor([-0.5, -0.2]))
-    assert (
-        dist.log_prob(params, grid).double().exp().sum() * 4 * 0.5 / n**2
-    ).item() == pytest.approx(1, abs=1e-3)
+    density = dist.log_prob(params, grid).double().exp()
+    assert density.mean().item() * 4 * 0.5 == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -179,27 +174,25 @@ def boxes(draw):
 @settings(max_examples=300, deadline=None)
 @given(boxes(), st.lists(st.floats(-1, 1, width=32), max_size=20))
 def test_a_cube_fills_its_box(space, at):
-    "Against `low + (at + 1) * half` in float64: the errors are those of float32 numbers as large as the bounds, and nothing is outside."
+    """Against `low + (at + 1) * half` in float64.
+
+    The errors are those of float32 numbers as large as the bounds, and nothing is outside.
+    """
     low = float(space.low[0])
     high = float(space.high[0])
     half = (high - low) / 2
-    size = max(abs(low), abs(high))
-    eps = 2.0**-23
+    error = 2.0**-23 * max(abs(low), abs(high))
     box = UnitBox(space)
-    at = np.float32([-1, 1, *at])
-    act = box(torch.from_numpy(at[:, None]))
+    at = torch.tensor([-1, 1, *at], dtype=torch.float32)[:, None]
+    act = box(at)
     assert all(space.contains(x.astype(space.dtype)) for x in act.numpy())
-    # Three roundings lead to each of `center` and `half_range`: of a bound, of their middle, and so that nothing is outside.
-    np.testing.assert_allclose(
-        act.double().numpy()[:, 0],
-        low + (at.astype(np.float64) + 1) * half,
-        rtol=0,
-        atol=4 * eps * size,
-    )
-    np.testing.assert_allclose(
-        box.position(act).numpy()[:, 0], at, rtol=0, atol=eps * (size / half + 4)
-    )
-    assert box.log_volume.item() == pytest.approx(np.log(half), abs=4 * eps * size / half + 1e-5)
+
+    # Three roundings lead to each of `center` and `half_range`: of a bound, of their middle, and so
+    # that nothing is outside.
+    expected = low + (at.double() + 1) * half
+    torch.testing.assert_close(act.double(), expected, rtol=0, atol=4 * error)
+    torch.testing.assert_close(box.position(act), at, rtol=0, atol=error / half + 4 * 2.0**-23)
+    assert box.log_volume.item() == pytest.approx(np.log(half), abs=4 * error / half + 1e-5)
 
 
 def test_bounds_that_float32_cannot_tell_apart_are_refused():
@@ -212,71 +205,71 @@ def test_bounds_that_float32_cannot_tell_apart_are_refused():
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 4])
-def test_targets_by_loops(n_steps):
+def test_targets_are_sums_over_steps(n_steps):
     fragment = random_fragment(T=5, B=6, seed=3)
     gamma = 0.9
     g = torch.Generator().manual_seed(0)
     value, bonus = torch.randn(2, 5, 6, generator=g)
-    found = td_targets(fragment, value, gamma, n_steps, bonus).double()
+    targets = td_targets(fragment, value, gamma, n_steps, bonus)
+    usable_bonus, usable_value = bonus * fragment.valid, value * fragment.valid
     for t, b in fragment.valid.nonzero().tolist():
         total = 0.0
-        factor = 1.0
-        k = t
-        while True:
+        for k in range(t, min(t + n_steps, 5)):
+            factor = gamma ** (k - t)
             total += factor * float(fragment.state.rew[k + 1, b])
             if fragment.term[k + 1, b]:
                 break
-            usable = bool(fragment.valid[k, b])
-            factor *= gamma
-            total += factor * float(bonus[k, b]) * usable
-            if k + 1 == min(t + n_steps, 5) or fragment.state.fin[k + 1, b]:
-                total += factor * float(value[k, b]) * usable
+            total += gamma * factor * float(usable_bonus[k, b])
+            if fragment.state.fin[k + 1, b]:
                 break
-            k += 1
-        assert found[t, b].item() == pytest.approx(total, rel=1e-5, abs=1e-5), (t, b)
+        if not fragment.term[k + 1, b]:
+            total += gamma * factor * float(usable_value[k, b])
+        assert float(targets[t, b]) == pytest.approx(total, rel=1e-5, abs=1e-5), (t, b)
+
+
+def close(numbers):
+    return pytest.approx(numbers, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_soft_losses_by_loops(seed):
+def test_soft_losses_are_sums_over_rows(seed):
     fragment = random_fragment(seed=seed)
-    actor = SquashedPolicy.for_env(SPACES, hidden=(8,), seed=1)
-    critic, target = (ActionCritic.for_env(SPACES, hidden=(8,), seed=s) for s in (2, 3))
+    state = fragment.state
+    actor = small(SquashedPolicy, 1)
+    critic = small(ActionCritic, 2)
+    target = small(ActionCritic, 3)
     noise = torch.randn(4, 5, 2)
+    weight = torch.rand(5)
     temperature = 0.3
-    volume = float(np.log(2 * 0.25))
     goal = soft_target(fragment, actor, target, noise, temperature, gamma=0.9)
-    loss, _, errors = action_value_loss(fragment, critic, goal, weight := torch.rand(5))
+    loss, _, errors = action_value_loss(fragment, critic, goal, weight)
     policy, metrics = soft_policy_loss(fragment, actor, critic, noise, temperature)
-    sums = np.zeros(3)
-    n = int(fragment.valid.sum())
+
+    def soft_value(net, obs, t, b):
+        "The value of a state with that of the entropy, and the density of the action."
+        act, logp = actor.sample(obs, noise[t, b][None])
+        volume = float(np.log(2 * 0.25))
+        return float(net(obs, act).min()) - temperature * (float(logp) + volume), float(logp)
+
+    terms = []
     with torch.no_grad():
         for t, b in fragment.valid.nonzero().tolist():
-            act, logp = actor.sample(successor(fragment, t, b)[None], noise[t, b][None])
-            soft = float(target(successor(fragment, t, b)[None], act).min()) - temperature * (
-                float(logp) + volume
-            )
-            y = float(fragment.state.rew[t + 1, b]) + 0.9 * soft * (not fragment.term[t + 1, b])
-            assert float(goal[t, b]) == pytest.approx(y, rel=1e-4, abs=1e-4)
-            obs = fragment.state.obs[t, b][None]
-            difference = y - critic(obs, fragment.state.act[t + 1, b][None])[:, 0].double().numpy()
-            assert float(errors[t, b]) == pytest.approx(
-                np.abs(difference).mean(), rel=1e-4, abs=1e-4
-            )
-            act, logp = actor.sample(obs, noise[t, b][None])
-            sums += (
-                0.5 * float(weight[b]) * (difference**2).sum(),
-                temperature * (float(logp) + volume) - float(critic(obs, act).min()),
-                -float(logp),
-            )
-    assert [loss.item(), policy.item(), float(metrics["entropy"])] == pytest.approx(
-        (sums / n).tolist(), rel=1e-4, abs=1e-4
-    )
+            soft, _ = soft_value(target, successor(fragment, t, b)[None], t, b)
+            y = float(state.rew[t + 1, b]) + 0.9 * soft * (not fragment.term[t + 1, b])
+            obs = state.obs[t, b][None]
+            difference = y - critic(obs, state.act[t + 1, b][None])[:, 0].double().numpy()
+            expected = [y, np.abs(difference).mean()]
+            assert [float(goal[t, b]), float(errors[t, b])] == close(expected)
+            value, logp = soft_value(critic, obs, t, b)
+            terms.append((0.5 * float(weight[b]) * (difference**2).sum(), -value, -logp))
+    means = np.mean(terms, axis=0).tolist()
+    assert [loss.item(), policy.item(), float(metrics["entropy"])] == close(means)
 
 
-def test_deterministic_losses_by_loops():
+def test_deterministic_losses_are_sums_over_rows():
     fragment = random_fragment(seed=5)
-    actor = DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
-    critic = ActionCritic.for_env(SPACES, hidden=(8,), seed=2)
+    actor = small(DeterministicPolicy, 1)
+    critic = small(ActionCritic, 2)
     shift = torch.randn(4, 5, 2)
     goal = smoothed_target(fragment, actor, critic, shift, gamma=0.9)
     loss = deterministic_policy_loss(fragment, actor, critic)[0]
@@ -287,10 +280,8 @@ def test_deterministic_losses_by_loops():
         for t, b in fragment.valid.nonzero().tolist():
             obs = successor(fragment, t, b)[None]
             act = center + half * ((actor.act(obs) - center) / half + shift[t, b]).clamp(-1, 1)
-            y = float(fragment.state.rew[t + 1, b]) + 0.9 * float(critic(obs, act).min()) * (
-                not fragment.term[t + 1, b]
-            )
-            assert float(goal[t, b]) == pytest.approx(y, rel=1e-4, abs=1e-4)
+            soft = float(critic(obs, act).min()) * (not fragment.term[t + 1, b])
+            assert float(goal[t, b]) == close(float(fragment.state.rew[t + 1, b]) + 0.9 * soft)
             obs = fragment.state.obs[t, b][None]
             total -= float(critic(obs, actor.act(obs))[0])
     assert loss.item() == pytest.approx(total / int(fragment.valid.sum()), rel=1e-4)
@@ -310,7 +301,7 @@ class Halves(torch.nn.Module):
         return self.net(x / 2)
 
 
-def plain(critic):
+def as_it_is(critic):
     return critic
 
 
@@ -325,18 +316,22 @@ def with_own_net(critic):
 
 
 @pytest.mark.parametrize("cls", [ActionCritic, Opposite])
-@pytest.mark.parametrize("change", [plain, hooked, with_own_net])
+@pytest.mark.parametrize("change", [as_it_is, hooked, with_own_net])
 def test_the_policy_climbs_the_first_value_of_the_critic_as_it_is(cls, change):
-    "A critic can give its first value alone. One with a hook, or with a `forward` or networks of its own, gives that of its own."
+    """A critic can give its first value alone.
+
+    One with a hook, or with a `forward` or networks of its own, gives that of its own.
+    """
     fragment = random_fragment(seed=6)
-    actor = DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    actor = small(DeterministicPolicy, 1)
     critic = change(cls(*SPACES, hidden=(8,)))
-    loss, other = (
-        deterministic_policy_loss(fragment, actor, c)[0]
-        for c in (critic, lambda obs, act: critic(obs, act))
-    )
-    found, wanted = (torch.autograd.grad(x, list(actor.parameters())) for x in (loss, other))
-    torch.testing.assert_close((loss, *found), (other, *wanted))
+
+    def loss_and_gradient(critic):
+        loss, _ = deterministic_policy_loss(fragment, actor, critic)
+        return loss, *torch.autograd.grad(loss, list(actor.parameters()))
+
+    expected = loss_and_gradient(lambda obs, act: critic(obs, act))
+    torch.testing.assert_close(loss_and_gradient(critic), expected)
 
 
 def apart(stacked, x, activation):
@@ -356,7 +351,10 @@ def apart(stacked, x, activation):
 )
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_stacked_perceptrons_are_as_those_apart(n_rows, hidden, activation):
-    "Outputs and gradients, whether the layers are small and computed at once, or large and computed one by one."
+    """Outputs and gradients, in two cases.
+
+    Small layers are computed at once, and large ones one by one.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         three = StackedMLP(3, 4, hidden, 2, activation)
@@ -364,105 +362,102 @@ def test_stacked_perceptrons_are_as_those_apart(n_rows, hidden, activation):
         for b in three.biases:
             torch.nn.init.normal_(b)
         scale = torch.randn(3, n_rows, 2)
-    close = dict(rtol=1e-4, atol=1e-3)
-    found, wanted = (
+    near = dict(rtol=1e-4, atol=1e-3)
+    together, one_by_one = (
         (out, *torch.autograd.grad((out * scale).sum(), [x, *three.parameters()]))
         for out in (three(x), apart(three, x, activation))
     )
-    torch.testing.assert_close(found, wanted, **close)
-    torch.testing.assert_close(three(x, 2), found[0][:2], **close)
+    torch.testing.assert_close(together, one_by_one, **near)
+    torch.testing.assert_close(three(x, 2), together[0][:2], **near)
 
 
 # --- whole updates beside an implementation with ordinary modules
 
 
-def plain(stacked, k):
+def one_of(stacked, k):
     "One of the stacked critics as a sequence of torch's layers, in float64."
     layers = []
     for w, b in zip(stacked.weights, stacked.biases):
         layer = torch.nn.Linear(w.shape[1], w.shape[2]).double()
-        with torch.no_grad():
-            layer.weight.copy_(w[k].T)
-            layer.bias.copy_(b[k, 0])
+        layer.load_state_dict(dict(weight=w[k].T, bias=b[k, 0]))
         layers += [layer, torch.nn.ReLU()]
     return torch.nn.Sequential(*layers[:-1])
 
 
-def test_three_updates_of_sac_beside_plain_torch():
-    space = Box(-2, 2, (1,))
-    agent = make(SAC, (SPACES[0], space), lr=0.01, tau=0.1, gamma=0.9)
-    lr = 0.01
-    tau = 0.1
-    critics, targets = ([plain(agent.critic.net, k) for k in range(2)] for _ in range(2))
-    actor = copy.deepcopy(agent.actor).double()
-    log_alpha = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    adam = [
-        torch.optim.Adam(params, lr)
-        for params in (
-            [p for net in critics for p in net.parameters()],
-            actor.parameters(),
-            [log_alpha],
-        )
-    ]
-    noises = iter(torch.randn(6, 1, 16, 1, generator=torch.Generator().manual_seed(1)))
-    kept = []
-    agent.noise = lambda fragment: kept.append(next(noises)) or kept[-1]
+class PlainSAC:
+    "The learner `agent` once more, of torch's modules in float64."
 
-    def act(obs, noise):
-        mean, log_std = actor.head(actor.trunk(obs)).chunk(2, -1)
+    def __init__(self, agent, lr, tau):
+        self.tau = tau
+        both = torch.nn.ModuleList(one_of(agent.critic.net, k) for k in range(2))
+        self.critics = both
+        self.targets = copy.deepcopy(both)
+        self.actor = copy.deepcopy(agent.actor).double()
+        self.log_alpha = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        trained = both.parameters(), self.actor.parameters(), [self.log_alpha]
+        self.optimizers = [torch.optim.Adam(params, lr) for params in trained]
+
+    def act(self, obs, noise):
+        mean, log_std = self.actor.head(self.actor.trunk(obs)).chunk(2, -1)
+        normal = torch.distributions.Normal(mean, log_std.exp())
         u = mean + log_std.exp() * noise.double()
-        return u.tanh(), torch.distributions.Normal(mean, log_std.exp()).log_prob(u).sum(-1) - (
-            1 - u.tanh() ** 2
-        ).log().sum(-1)
+        return u.tanh(), (normal.log_prob(u) - (1 - u.tanh() ** 2).log()).sum(-1)
 
-    def values(nets, obs, position):
+    def values(self, nets, obs, position):
         return torch.stack([net(torch.cat([obs, position], -1))[..., 0] for net in nets])
 
-    for seed in range(3):
-        f = random_fragment(1, 16, seed, (SPACES[0], space), invalid=False)
-        agent.learn(Sample(f, None, None))
-        first, second = kept[-2:]
+    def learn(self, f, first, second):
         obs = f.state.obs[0].double()
-        after = torch.stack([successor(f, 0, b) for b in range(16)]).double()
-        alpha = log_alpha.detach().exp()
+        after = torch.stack([successor(f, 0, b) for b in range(f.n_envs)]).double()
+        alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
-            position, logp = act(after, first[0])
-            y = f.state.rew[1].double() + 0.9 * ~f.term[1] * (
-                values(targets, after, position).amin(0) - alpha * logp
-            )
-        loss = 0.5 * (values(critics, obs, f.state.act[1].double() / 2) - y).square().mean(1).sum()
-        adam[0].zero_grad()
+            position, logp = self.act(after, first[0])
+            soft = self.values(self.targets, after, position).amin(0) - alpha * logp
+            y = f.state.rew[1].double() + 0.9 * ~f.term[1] * soft
+        error = self.values(self.critics, obs, f.state.act[1].double() / 2) - y
+        self.step(0, 0.5 * error.square().mean(1).sum())
+        position, logp = self.act(obs, second[0])
+        self.step(1, (alpha * logp - self.values(self.critics, obs, position).amin(0)).mean())
+        self.step(2, -self.log_alpha * (logp.detach().mean() - 1))
+        for p, q in zip(self.critics.parameters(), self.targets.parameters()):
+            q.data.lerp_(p.data, self.tau)
+
+    def step(self, k, loss):
+        self.optimizers[k].zero_grad()
         loss.backward()
-        adam[0].step()
-        position, logp = act(obs, second[0])
-        adam[1].zero_grad()
-        (alpha * logp - values(critics, obs, position).amin(0)).mean().backward()
-        adam[1].step()
-        adam[2].zero_grad()
-        (-log_alpha * (logp.detach().mean() - 1)).backward()
-        adam[2].step()
-        for net, old in zip(critics, targets):
-            for p, q in zip(net.parameters(), old.parameters()):
-                q.data.lerp_(p.data, tau)
+        self.optimizers[k].step()
+
+
+def test_three_updates_of_sac_beside_plain_torch():
+    spaces = SPACES[0], Box(-2, 2, (1,))
+    agent = make(SAC, spaces, lr=0.01, tau=0.1, gamma=0.9)
+    other = PlainSAC(agent, lr=0.01, tau=0.1)
+    noises = iter(torch.randn(6, 1, 16, 1, generator=torch.Generator().manual_seed(1)))
+    drawn = []
+    agent.noise = lambda fragment: drawn.append(next(noises)) or drawn[-1]
+    for seed in range(3):
+        f = random_fragment(1, 16, seed, spaces, invalid=False)
+        agent.learn(Sample(f, None, None))
+        other.learn(f, *drawn[-2:])
+
+    pairs = [(agent.actor.double(), other.actor)]
     for k in range(2):
-        for mine, theirs in ((agent.critic, critics[k]), (agent.target, targets[k])):
-            for p, q in zip(plain(mine.net, k).parameters(), theirs.parameters()):
-                torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)
-    for p, q in zip(agent.actor.parameters(), actor.parameters()):
-        torch.testing.assert_close(p.double(), q, rtol=2e-3, atol=2e-4)
-    assert agent.log_temperature.item() == pytest.approx(log_alpha.item(), abs=1e-5)
+        pairs.append((one_of(agent.critic.net, k), other.critics[k]))
+        pairs.append((one_of(agent.target.net, k), other.targets[k]))
+    for ours, theirs in pairs:
+        parameters = [*ours.parameters()], [*theirs.parameters()]
+        torch.testing.assert_close(*parameters, rtol=2e-3, atol=2e-4)
+    assert agent.log_temperature.item() == pytest.approx(other.log_alpha.item(), abs=1e-5)
 
 
 def test_what_would_be_without_effect_or_change_another_network_is_refused():
-    with pytest.raises(
-        DataError, match="SAC, leaf target_entropy: a temperature that is given has no target"
-    ):
+    told = "SAC, leaf target_entropy: a temperature that is given has no target"
+    with pytest.raises(DataError, match=told):
         make(SAC, temperature=0.2, target_entropy=-1.0)
     agent = make(SAC)
     agent.critic.encoder = agent.actor.encoder = torch.nn.Linear(3, 3)
-    with pytest.raises(
-        DataError, match=r"critic.encoder.weight: SAC: a step of the critic would change the policy"
-    ):
+    told = r"critic.encoder.weight: SAC: a step of the critic would change the policy"
+    with pytest.raises(DataError, match=told):
         SAC(agent.actor, agent.critic)
     agent.actor.encoder.requires_grad_(False)
     SAC(agent.actor, agent.critic)  # what does not learn may be shared
@@ -470,13 +465,13 @@ def test_what_would_be_without_effect_or_change_another_network_is_refused():
 
 def test_temperature_rises_while_there_is_too_little_entropy():
     fragment = random_fragment()
-    for wanted, sign in ((100.0, 1), (-100.0, -1)):
-        agent = make(SAC, target_entropy=wanted)
+    for entropy, sign in ((100.0, 1), (-100.0, -1)):
+        agent = make(SAC, target_entropy=entropy)
         agent.improve_policy(fragment)
         assert np.sign(agent.log_temperature.item()) == sign
 
 
-def test_delay_and_smoothing_of_td3():
+def test_td3_delays_its_policy_and_smooths_its_targets():
     agent = make(TD3, policy_every=3, smoothing=0.2, smoothing_limit=0.3)
     seen = []
     loss = agent.improve_policy
@@ -488,10 +483,8 @@ def test_delay_and_smoothing_of_td3():
     fragment = random_fragment(50, 40)
     shift = agent.shift(fragment)
     agent.generator.set_state(state)
-    assert (
-        torch.equal(shift, (0.2 * agent.noise(fragment)).clamp(-0.3, 0.3))
-        and (shift.abs() == torch.tensor(0.3)).any()
-    )
+    assert torch.equal(shift, (0.2 * agent.noise(fragment)).clamp(-0.3, 0.3))
+    assert (shift.abs() == torch.tensor(0.3)).any()
     assert make(DDPG).shift(fragment) is None
 
 
@@ -499,7 +492,10 @@ def test_delay_and_smoothing_of_td3():
 
 
 class Ending(Stepped):
-    "The state is the number of the step; episodes of 3 steps end by termination, those of 4 by a limit, in turn."
+    """The state is the number of the step.
+
+    Episodes of 3 steps end by termination, those of 4 by a limit, in turn.
+    """
 
     observation_space = Box(0, 9, (1,))
     action_space = Box(-2, 6, (1,))
@@ -531,9 +527,8 @@ def test_fresh_steps_that_are_none_are_only_counted(algorithm):
     def vector():
         return gym.vector.SyncVectorEnv([Cut] * 2, autoreset_mode="NextStep")
 
-    for batch in islice(
-        replayed(vector, agent.actor, n_envs=None, n_steps=1, warmup=0, batch_size=4, seed=0), 9
-    ):
+    sizes = dict(n_envs=None, n_steps=1, warmup=0, batch_size=4)
+    for batch in islice(replayed(vector, agent.actor, **sizes, seed=0), 9):
         metrics = check_metrics(agent.update(batch))
         n_fresh.append(int(batch.fresh.valid.sum()))
         assert np.isfinite([*metrics.values()]).all()
@@ -547,18 +542,15 @@ def test_random_actions_first_then_the_policy(algorithm):
     agent = make(algorithm, Ending, random_steps=400)
     acts = []
     random = []
-    for batch in islice(
-        replayed(Ending, agent.actor, n_envs=4, n_steps=25, warmup=10_000, seed=0), 8
-    ):
+    pipe = replayed(Ending, agent.actor, n_envs=4, n_steps=25, warmup=10_000, seed=0)
+    for batch in islice(pipe, 8):
         random.append(agent.update(batch)["epsilon"])
         acts.append(batch.fresh.state.act[1:])
     assert random == [1.0] * 4 + [0.0] * 4
-    counts = torch.histc(torch.cat(acts[:4]), 4, -2, 6)
-    assert ((counts - 100).abs() < 40).all()
-    assert (
-        torch.cat(acts[4:]).std() < (3.5 if algorithm in (SAC, CrossQ) else 1.0)
-        and (torch.cat(acts) <= 6).all()
-    )
+    acts = torch.cat(acts)
+    assert ((torch.histc(acts[:100], 4, -2, 6) - 100).abs() < 40).all()
+    assert acts[100:].std() < (3.5 if algorithm in (SAC, CrossQ) else 1.0)
+    assert (acts <= 6).all()
 
 
 @pytest.mark.slow_but_one
@@ -572,52 +564,39 @@ def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
             return dict(place=np.full(1, self.count, np.float32), kind=2 if self.count else 1)
 
     agent = make(algorithm, Nested, multi_step=options.get("length", 1), beta_steps=100)
-    told = []
-    for batch in islice(
-        replayed(
-            Nested, agent.actor, n_envs=2, n_steps=10, warmup=20, batch_size=16, seed=0, **options
-        ),
-        6,
-    ):
-        batch.memory.prioritize = lambda index, error, known=batch.memory.prioritize: (
-            told.append(error) or known(index, error)
-        )
-        metrics = check_metrics(agent.update(batch))
-        del batch.memory.prioritize
+    sizes = dict(n_envs=2, n_steps=10, warmup=20, batch_size=16)
+    n_prioritized = 0
+    for batch in islice(replayed(Nested, agent.actor, **sizes, seed=0, **options), 6):
+        prioritize = MagicMock(wraps=batch.memory.prioritize)
+        with patch.object(batch.memory, "prioritize", prioritize):
+            metrics = check_metrics(agent.update(batch))
+        n_prioritized += prioritize.call_count
     assert np.isfinite(list(metrics.values())).all()
-    assert len(told) == (6 if "length" in options else 0)
-    assert agent.gradient_steps == (6 if "length" in options else 60)
+    is_prioritized = "length" in options
+    assert (n_prioritized, agent.gradient_steps) == ((6, 6) if is_prioritized else (0, 60))
 
 
 def test_the_replay_ratio_counts_transitions():
-    fresh = random_fragment(8, 5)._replace(
-        lane=torch.zeros(5, dtype=torch.int64), seq=torch.zeros(5, dtype=torch.int64)
-    )
+    zeros = torch.zeros(5, dtype=torch.int64)
+    fresh = random_fragment(8, 5)._replace(lane=zeros, seq=zeros)
     memory = ReplayMemory(100, length=3, seed=0)
     memory.add(fresh)
     sample = memory.sample(64)
-    agent = SAC(
-        SquashedPolicy.for_env(SPACES, hidden=(4,)), ActionCritic.for_env(SPACES, hidden=(4,))
-    )
-    n = int(sample.fragment.valid.sum())
-    n_fresh = int(fresh.valid.sum())
-    assert (
-        n < sample.fragment.valid.numel()
-        and agent.update(Replayed(fresh, iter([sample]), memory))["replay_ratio"] == n / n_fresh
-    )
+    valid = sample.fragment.valid
+    metrics = make(SAC).update(Replayed(fresh, iter([sample]), memory))
+    assert not valid.all()
+    assert metrics["replay_ratio"] == int(valid.sum()) / int(fresh.valid.sum())
 
 
 @pytest.mark.parametrize(
     "algorithm, env, words, told",
     [
-        *(
-            (name, "Pendulum-v1", "--multi-step 3", "multi_step = 3, got 1 steps")
-            for name in ("sac", "crossq", "td3", "ddpg")
-        ),
-        *(
-            (name, "CartPole-v1", "--multi-step 3 --preset none", "multi_step = 3, got 1 steps")
-            for name in ("dqn", "qr_dqn")
-        ),
+        ("sac", "Pendulum-v1", "--multi-step 3", "multi_step = 3, got 1 steps"),
+        ("crossq", "Pendulum-v1", "--multi-step 3", "multi_step = 3, got 1 steps"),
+        ("td3", "Pendulum-v1", "--multi-step 3", "multi_step = 3, got 1 steps"),
+        ("ddpg", "Pendulum-v1", "--multi-step 3", "multi_step = 3, got 1 steps"),
+        ("dqn", "CartPole-v1", "--multi-step 3 --preset none", "multi_step = 3, got 1 steps"),
+        ("qr_dqn", "CartPole-v1", "--multi-step 3 --preset none", "multi_step = 3, got 1 steps"),
         (
             "dqn",
             "CartPole-v1",
@@ -656,14 +635,13 @@ def test_a_critic_that_is_not_finite_leaves_the_policy_alone():
 @pytest.mark.parametrize(
     "algorithm, enough", [(SAC, -250), (CrossQ, -250), (TD3, -250), (DDPG, -300)]
 )
-def test_pendulum(algorithm, enough):
+def test_the_pendulum_is_swung_up(algorithm, enough):
     "10 000 steps; a policy that does nothing gets about -1200, the best one -150."
     agent = make(
         algorithm, "Pendulum-v1", hidden=(64, 64), lr=1e-3, n_critics=1 if algorithm is DDPG else 2
     )
-    for batch in replayed(
-        "Pendulum-v1", agent.actor, n_envs=1, n_steps=8, samples_per_step=1.0, seed=0
-    ):
+    about = dict(n_envs=1, n_steps=8, samples_per_step=1.0, seed=0)
+    for batch in replayed("Pendulum-v1", agent.actor, **about):
         agent.update(batch)
         if agent.steps >= 10_000:
             break
@@ -672,7 +650,10 @@ def test_pendulum(algorithm, enough):
 
 @pytest.mark.parametrize("algorithm", ["dqn", "qr_dqn", "sac", "td3", "ddpg"])
 def test_targets_know_the_normalisers_before_their_first_update(algorithm):
-    "What the warm-up has shown of observations is known to all networks. Values of raw observations would be learnt otherwise."
+    """What the warm-up has shown of observations is known to all networks.
+
+    Values of raw observations would be learnt otherwise.
+    """
     by_value = algorithm.endswith("dqn")
     env = "CartPole-v1" if by_value else "Pendulum-v1"
     options = dict(normalize=True, warmup=24, n_envs=2, n_steps=4, hidden=(4,), batch_size=4)
@@ -688,8 +669,7 @@ def test_targets_know_the_normalisers_before_their_first_update(algorithm):
     for target, net in pairs:
         counts = [float(x) for name, x in net.named_buffers() if name.endswith("count")]
         assert counts and max(counts) == 16
-        for x, y in zip(target.buffers(), net.buffers(), strict=True):
-            assert torch.equal(x, y)
+        assert first_difference([*target.buffers()], [*net.buffers()]) is None
 
 
 class Unsqueezed(nn.Module):
@@ -712,9 +692,8 @@ class Unsqueezed(nn.Module):
 def test_a_critic_that_answers_in_another_shape_is_refused(learner, policy):
     "Its values would be broadcast against the rows of the sample, so that each row learns from all of them."
     actor = policy.for_env("Pendulum-v1", seed=0)
-    fragment = next(
-        iter(rollouts("Pendulum-v1", actor, n_envs=3, n_steps=4, seed=0, terminal_obs=True))
-    )
+    pipe = rollouts("Pendulum-v1", actor, n_envs=3, n_steps=4, seed=0, terminal_obs=True)
+    fragment = next(iter(pipe))
     with pytest.raises(DataError, match=r"leaf Q\(s, a\): critic: wrong shape.*\[4, 3\]"):
         learner(actor, Unsqueezed()).update(fragment)
     with pytest.raises(DataError, match=r"leaf V\(s\)"):

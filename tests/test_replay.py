@@ -1,5 +1,9 @@
-"Replay against a memory in the most naive Python: a list of steps, each of which knows its own two rows and who follows it."
+"""Replay against a memory in the most naive Python.
 
+It is a list of steps, each of which knows its own two rows and who follows it.
+"""
+
+from collections import Counter
 from functools import cache, partial
 from itertools import chain, islice, pairwise
 
@@ -53,6 +57,24 @@ def at(tree, *index):
     return snapshot(nested.map(lambda x: x[index], tree))
 
 
+def column(tree, b):
+    return at(tree, slice(None), b)
+
+
+def filled(fragments, capacity=100, **options):
+    "A memory that has these fragments."
+    memory = ReplayMemory(capacity, **{"seed": 0, **options})
+    for f in fragments:
+        memory.add(f)
+    return memory
+
+
+def cuts_of(final, b):
+    "Step in column `b` -> its row of `final`."
+    places = enumerate(zip(final.t.tolist(), final.b.tolist()))
+    return {t: k for k, (t, its_b) in places if its_b == b}
+
+
 class Naive:
     "Steps in the order of their arrival."
 
@@ -63,38 +85,35 @@ class Naive:
         self.n = 0
 
     def add(self, f):
-        "`f` may be joined of lanes and of several fragments of a lane; in the order of `seq`, then of the columns."
-        whose = (
-            list(zip(f.seq.tolist(), range(f.n_envs)))
-            if f.seq is not None
-            else [(None, b) for b in range(f.n_envs)]
-        )
-        column = {}  # (lane, seq) -> columns so far
-        for seq, b in sorted(whose, key=lambda x: x[0] or 0):
-            lane = 0 if f.lane is None else int(f.lane[b])
-            number = column[lane, seq] = column.get((lane, seq), -1) + 1
-            self._column(f, b, (lane, number), seq)
+        """`f` may be joined of lanes and of several fragments of a lane.
+
+        Its steps come in the order of `seq`, and then of the columns.
+        """
+        seqs = [None] * f.n_envs if f.seq is None else f.seq.tolist()
+        lanes = [0] * f.n_envs if f.lane is None else f.lane.tolist()
+        n_columns = Counter()  # of a fragment, so far
+        for b in sorted(range(f.n_envs), key=lambda b: seqs[b] or 0):
+            fragment = lanes[b], seqs[b]
+            self._column(f, b, (lanes[b], n_columns[fragment]), seqs[b])
+            n_columns[fragment] += 1
         self.steps = self.steps[-self.capacity :]
 
     def _column(self, f, b, stream, seq):
-        cuts = {int(t): k for k, (t, c) in enumerate(zip(f.final.t, f.final.b)) if c == b}
-        end = self.ends.get(stream)
+        cuts = cuts_of(f.final, b)
         begins = int(f.state.stepno[0, b])
-        before = (
-            end[0] if end and seq is not None and end[1] == seq - 1 and end[2] == begins else None
-        )
+        before, *end = self.ends.get(stream, (None,))
+        if seq is None or end != [seq - 1, begins]:
+            before = None
         for t in range(f.n_steps):
-            row = lambda t: dict(state=at(f.state, t, b), term=at(f.term, t, b))
             step = dict(
                 serial=self.n,
-                row=row(t),
-                ahead=row(t + 1),
-                actor=at(f.actor, t, b),
-                env=at(f.env, t, b),
+                row=at((f.state, f.term), t, b),
+                ahead=at((f.state, f.term), t + 1, b),
+                told=at((f.actor, f.env, f.valid), t, b),
                 then=None,
                 who=at((f.lane, f.seq, f.version), b),
-                hx=snapshot(nested.map(lambda x: x[:, b], f.hx)) if t == 0 else None,
-                final=(at(f.final.obs, cuts[t]), at(f.final.actor, cuts[t])) if t in cuts else None,
+                hx=column(f.hx, b) if t == 0 else None,
+                final=at((f.final.obs, f.final.actor), cuts[t]) if t in cuts else None,
                 valid=bool(f.valid[t, b]),
             )
             if before:
@@ -106,43 +125,38 @@ class Naive:
 
     def segments(self, length, stored):
         "serial number -> steps; `stored`: only those that begin with a fragment."
-        found = {}
+        steps_of = {}
         for step in self.steps:
             steps = [step]
             while steps[-1] and len(steps) < length:
                 steps.append(steps[-1]["then"])
-            counts = (
-                any(s and s["valid"] for s in steps) and step["hx"] is not None
-                if stored
-                else step["valid"]
-            )
+            counts = step["valid"]
+            if stored:
+                counts = step["hx"] is not None and any(s and s["valid"] for s in steps)
             if steps[-1] and counts:
-                found[step["serial"]] = steps
-        return found
+                steps_of[step["serial"]] = steps
+        return steps_of
 
 
-def check_column(fragment, i, steps, zero_state):
+def check_column(f, i, steps, zero_state):
     "Column `i` of a sample is the segment `steps`."
-    states = nested.stack([s["row"] for s in steps] + [steps[-1]["ahead"]])
-    assert_same(at(dict(state=fragment.state, term=fragment.term), slice(None), i), states)
-    assert_same(
-        at(nested.map(lambda x: x[:-1], fragment.actor), slice(None), i),
-        nested.stack([s["actor"] for s in steps]),
-    )
-    assert_same(
-        at((fragment.env, fragment.valid), slice(None), i),
-        nested.stack([(s["env"], np.bool_(s["valid"])) for s in steps]),
-    )
-    assert_same(at((fragment.lane, fragment.seq, fragment.version), i), steps[0]["who"])
-    ends = {int(t): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b)) if b == i}
-    assert sorted(ends) == [t for t, s in enumerate(steps) if s["final"] is not None]
-    for t, k in ends.items():
-        assert_same(at((fragment.final.obs, fragment.final.actor), k), steps[t]["final"])
-    hx = nested.map(lambda x: x[:, i], fragment.hx)
+    rows = nested.stack([s["row"] for s in steps] + [steps[-1]["ahead"]])
+    assert_same(column((f.state, f.term), i), rows)
+    told = nested.map(lambda x: x[:-1], f.actor), f.env, f.valid
+    assert_same(column(told, i), nested.stack([s["told"] for s in steps]))
+    assert_same(at((f.lane, f.seq, f.version), i), steps[0]["who"])
+
+    # The last observations of episodes that were cut off
+    cuts = cuts_of(f.final, i)
+    assert sorted(cuts) == [t for t, s in enumerate(steps) if s["final"] is not None]
+    for t, k in cuts.items():
+        assert_same(at((f.final.obs, f.final.actor), k), steps[t]["final"])
+
+    hx = column(f.hx, i)
     if zero_state:
-        assert all(not x.any() for x in nested.leaves(hx))
+        assert not any(x.any() for x in nested.leaves(hx))
     else:
-        assert_same(snapshot(hx), steps[0]["hx"] if steps[0]["hx"] is not None else ())
+        assert_same(hx, steps[0]["hx"] if steps[0]["hx"] is not None else ())
 
 
 def check(memory, naive):
@@ -153,10 +167,11 @@ def check(memory, naive):
         with pytest.raises(DataError, match="nothing to sample from"):
             memory.sample(1)
         return
-    fragment, weight, index = memory.sample(30 * len(segments))
-    assert fragment.n_steps == memory.length and fragment.n_envs == len(weight) == len(
-        index
-    ) == 30 * len(segments)
+
+    n = 30 * len(segments)
+    fragment, weight, index = memory.sample(n)
+    sizes = fragment.n_steps, fragment.n_envs, len(weight), len(index)
+    assert sizes == (memory.length, n, n, n)
     assert (weight.dtype, index.dtype) == (torch.float32, torch.int64) and weight.max() == 1
     assert set(index.tolist()) == set(segments)
     check_alignment(fragment)
@@ -165,9 +180,20 @@ def check(memory, naive):
         check_column(fragment, i, segments[serial], not stored)
 
 
+def check_both(groups, capacity, **options):
+    "Compare a memory with a naive one, after each fragment that both get."
+    memory = ReplayMemory(capacity, **{"seed": 0, **options})
+    naive = Naive(capacity)
+    for f in groups:
+        memory.add(f)
+        naive.add(f)
+        check(memory, naive)
+    return memory
+
+
 @st.composite
 def arrivals(draw):
-    "World, options of the memory, and lists of fragments that arrive joined."
+    "Options of a memory, and the fragments that arrive, each joined of several ones."
     world = draw(st.sampled_from(list(WORLDS)))
     n_steps = draw(st.integers(1, 5))
     n_lanes = draw(st.integers(1, 3))
@@ -190,25 +216,22 @@ def arrivals(draw):
             position[lane] += 1
         if len({(int(f.lane[0]), int(f.seq[0])) for f in group}) == len(group):
             groups.append(group)
-    capacity = draw(
-        st.integers(max([length] + [sum(f.valid.numel() for f in g) for g in groups]), 90)
-    )
+    joined = [join(group) for group in groups]
+    largest = max([length] + [f.valid.numel() for f in joined])
     return dict(
-        capacity=capacity, length=length, zero_state=zero, prioritized=draw(st.booleans()), seed=0
-    ), groups
+        groups=joined,
+        capacity=draw(st.integers(largest, 90)),
+        length=length,
+        zero_state=zero,
+        prioritized=draw(st.booleans()),
+    )
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(arrivals())
-def test_it_is_the_naive_memory(case):
-    options, groups = case
-    memory = ReplayMemory(**options)
-    naive = Naive(options["capacity"])
-    for group in groups:
-        memory.add(join(group))
-        naive.add(join(group))
-        check(memory, naive)
+def test_a_memory_is_the_naive_one(case):
+    check_both(**case)
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -216,22 +239,12 @@ def test_episodes_of_any_length(length):
     pipe = EpisodeCollector(
         EnvStepper(partial(Counting, EPISODES), Plain(), 2, seed=0, terminal_obs=True)
     )
-    memory = ReplayMemory(23, length=length, seed=0)
-    naive = Naive(23)
-    for f in chain.from_iterable(islice(pipe, 14)):
-        memory.add(f)
-        naive.add(f)
-        check(memory, naive)
+    check_both(chain.from_iterable(islice(pipe, 14)), 23, length=length)
 
 
 def test_fragments_without_provenance_stand_alone():
-    memory = ReplayMemory(100, length=3, seed=0)
-    naive = Naive(100)
-    for f in collected():
-        f = f._replace(lane=None, seq=None, version=None)
-        memory.add(f)
-        naive.add(f)
-    check(memory, naive)
+    fragments = [f._replace(lane=None, seq=None, version=None) for f in collected()]
+    memory = check_both(fragments, 100, length=3)
     assert memory.sample(2).fragment.lane is None
 
 
@@ -240,14 +253,13 @@ def test_columns_of_other_environments_do_not_follow_though_their_numbers_do(swa
     "As the columns of shuffled minibatches, or of another recording with the same lane."
     makes = [partial(Counting, [(9, "term")], tag=tag) for tag in (0, 1)]
     first, second = islice(FragmentCollector(EnvStepper(makes, Plain(), seed=0), 3), 2)
-    memory = ReplayMemory(100, length=3, seed=0)
-    for f in first, (columns(second, torch.tensor([1, 0])) if swapped else second):
-        memory.add(f)
-    sample = memory.sample(200).fragment
-    assert (sample.state.obs[:, :, 0] == sample.state.obs[0, :, 0]).all()
-    assert (
-        sample.state.stepno[0] == 1
-    ).any() != swapped  # the segment of steps 1, 2 and 3 lies across the border
+    if swapped:
+        second = columns(second, torch.tensor([1, 0]))
+    state = filled([first, second], length=3).sample(200).fragment.state
+    assert (state.obs[:, :, 0] == state.obs[0, :, 0]).all()
+
+    # The segment of steps 1, 2 and 3 lies across the border.
+    assert (state.stepno[0] == 1).any() != swapped
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -255,7 +267,10 @@ def test_fragments_made_of_steps_keep_what_led_to_their_borders(length):
     "`from_steps` knows no action, reward or termination before row 0. The fragment before does."
 
     def part(k, over=False):
-        "Steps 2 k and 2 k + 1: step `t` is at `t`, takes action `t + 1`, and is paid `10 t`; the last one may terminate."
+        """Steps 2 k and 2 k + 1: step `t` is at `t`, takes action `t + 1`, and is paid `10 t`.
+
+        The last one may terminate.
+        """
         t = torch.arange(2 * k, 2 * k + 3.0)
         ends = torch.tensor([[False], [over]])
         return Fragment.from_steps(
@@ -274,24 +289,25 @@ def test_fragments_made_of_steps_keep_what_led_to_their_borders(length):
         if not k:
             continue
         f = memory.sample(100).fragment
-        at = f.state.obs[:-1, :, 0]
-        assert len({*at[0].tolist()}) == min(6, 2 * k + 2) + 1 - length
-        assert torch.equal(f.state.act[1:], at.long() + 1) and torch.equal(f.state.rew[1:], 10 * at)
-        assert torch.equal(f.term[1:], at == 5) and torch.equal(f.state.fin[1:], at == 5)
+        t = f.state.obs[:-1, :, 0]
+        assert len({*t[0].tolist()}) == min(6, 2 * k + 2) + 1 - length
+        led = nested.map(lambda x: x[1:], (f.state.act, f.state.rew, f.term, f.state.fin))
+        assert_same(led, (t.long() + 1, 10 * t, t == 5, t == 5))
 
 
 def test_advantages_are_kept_if_there_are_any():
     f = collected()[0]
-    memory = ReplayMemory(100, seed=0)
-    memory.add(f._replace(adv=torch.arange(8.0).view(4, 2), ret=torch.zeros(4, 2)))
-    sample = memory.sample(50)
-    assert torch.equal(
-        sample.fragment.adv[0], (sample.index % 4 * 2 + sample.index // 4).float()
-    ) and sample.fragment.ret.shape == (1, 50)
+    f = f._replace(adv=torch.arange(8.0).view(4, 2), ret=torch.zeros(4, 2))
+    fragment, _, index = filled([f]).sample(50)
+    assert torch.equal(fragment.adv[0], (index % 4 * 2 + index // 4).float())
+    assert fragment.ret.shape == (1, 50)
 
 
 def test_an_observation_is_stored_once():
-    "One record a step, and one more for each environment, however many fragments there are; no recurrent state or end too many."
+    """One record a step, and one more for each environment, however many fragments there are.
+
+    There is no recurrent state or end too many.
+    """
     memory = ReplayMemory(30, length=4, seed=0)
     for f in collected("memory"):
         memory.add(f)
@@ -303,9 +319,7 @@ def test_an_observation_is_stored_once():
 
 
 def test_a_sample_is_a_copy():
-    memory = ReplayMemory(16, seed=0)
-    for f in collected()[:2]:
-        memory.add(f)
+    memory = filled(collected()[:2], 16)
     sample = memory.sample(20)
     before = snapshot(sample)
     for f in collected():
@@ -315,16 +329,14 @@ def test_a_sample_is_a_copy():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_any_dtype(dtype):
+def test_observations_of_any_dtype_come_back(dtype):
     pipe = ObservationCast(FragmentCollector(EnvStepper(Lively, Shaky(), 2, seed=0), 4), dtype)
-    memory = ReplayMemory(100, length=4, seed=0)
-    fragments = list(islice(pipe, 2))
-    memory.add(fragments[0])
-    sample = memory.sample(10)
-    b = sample.index // 4
-    starts = (sample.index % 4 == 0).nonzero()[:, 0]
-    assert sample.fragment.state.obs.dtype == dtype
-    assert torch.equal(sample.fragment.state.obs[:, starts], fragments[0].state.obs[:, b[starts]])
+    f = next(iter(pipe))
+    sample, _, index = filled([f], length=4).sample(10)
+    b = index // 4
+    starts = (index % 4 == 0).nonzero()[:, 0]
+    assert sample.state.obs.dtype == dtype
+    assert torch.equal(sample.state.obs[:, starts], f.state.obs[:, b[starts]])
 
 
 # --- what it is made of
@@ -333,17 +345,15 @@ def test_any_dtype(dtype):
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=6))
 def test_a_ring_keeps_the_newest(capacity, arrivals):
-    # slot -> serial number
     ring = Ring(capacity)
-    slots = {}
+    slots = {}  # slot -> serial number
     n = 0
     for more in (min(k, capacity) for k in arrivals):
         serial, replaced = ring.take(more)
-        assert serial.tolist() == list(range(n, n + more))
-        assert replaced.tolist() == [
-            i % capacity for i in range(n, n + more) if i % capacity in slots
-        ]
-        slots.update({i % capacity: i for i in range(n, n + more)})
+        slot_of = {i: i % capacity for i in range(n, n + more)}
+        assert serial.tolist() == list(slot_of)
+        assert replaced.tolist() == [slot for slot in slot_of.values() if slot in slots]
+        slots.update({slot: i for i, slot in slot_of.items()})
         n += more
         assert ring.n_filled == len(slots) and ring.oldest == min(slots.values(), default=0)
         filled = np.array(sorted(slots), np.int64)
@@ -366,9 +376,8 @@ def test_a_side_table_is_a_dict_with_numbers_of_its_own(changes):
         table.release(np.array(gone, np.int64))
         for number in gone:
             del known[number]
-        assert table.n_used == len(known) and [table.records[k] for k in known] == list(
-            known.values()
-        )
+        assert table.n_used == len(known)
+        assert table.records[list(known)].tolist() == list(known.values())
 
 
 @settings(deadline=None, max_examples=50)
@@ -398,25 +407,18 @@ def chi_square(counts, expected):
 
 @pytest.mark.parametrize("sticky", [False, True])
 def test_all_segments_are_equally_likely(sticky):
-    memory = ReplayMemory(1000, seed=0)
     fragments = collected(n_steps=8, n=12, sticky=8) if sticky else collected()
-    for f in fragments:
-        memory.add(f)
+    memory = filled(fragments, 1000)
     counts = np.bincount(memory.sample(40_000).index, minlength=memory.store.ring.next_serial)
     possible = np.concatenate([f.valid.T.flatten().numpy() for f in fragments])
-    assert (
-        possible.sum() == len(memory)
-        and not counts[~possible].any()
-        and (not sticky or 2 * len(memory) < len(possible))
-    )
+    assert possible.sum() == len(memory) and not counts[~possible].any()
+    assert not sticky or 2 * len(memory) < len(possible)
     assert abs(chi_square(counts[possible], 40_000 / possible.sum())) < 4
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_priorities_decide_how_often(alpha):
-    memory = ReplayMemory(1000, prioritized=True, alpha=alpha, beta=0.7, seed=0)
-    for f in collected():
-        memory.add(f)
+    memory = filled(collected(), 1000, prioritized=True, alpha=alpha, beta=0.7)
     error = torch.rand(96, generator=torch.Generator().manual_seed(0)) * 3
     memory.prioritize(torch.arange(96), error)
     share = (error.double().numpy() + 1e-6) ** alpha
@@ -432,9 +434,8 @@ def test_priorities_decide_how_often(alpha):
 
 
 def test_new_segments_have_the_greatest_priority_so_far():
-    memory = ReplayMemory(1000, prioritized=True, alpha=0.5, seed=0)
     first, second, third = collected()[:3]
-    memory.add(first)
+    memory = filled([first], 1000, prioritized=True, alpha=0.5)
     assert memory.sampler.tree[np.arange(8)].tolist() == [1.0] * 8
     memory.prioritize(np.arange(8), np.arange(8.0))
     memory.add(second)
@@ -445,21 +446,19 @@ def test_new_segments_have_the_greatest_priority_so_far():
 
 
 def test_priorities_of_what_is_gone_are_left_out():
-    memory = ReplayMemory(16, prioritized=True, alpha=1.0, seed=0)
-    for f in collected()[:2]:
-        memory.add(f)
+    memory = filled(collected()[:2], 16, prioritized=True, alpha=1.0)
     index = memory.sample(200).index
     memory.add(collected()[2])
     memory.prioritize(index, torch.full((200,), 5.0))
-    assert (
-        memory.sampler.tree[np.arange(8)].tolist() == [1.0] * 8
-    )  # new steps, in the slots of old ones
+
+    # The first eight are new steps, in the slots of old ones.
+    assert memory.sampler.tree[np.arange(8)].tolist() == [1.0] * 8
     np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 16)], 5, rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 70), st.integers(0, 2**32 - 1))
-def test_sum_tree(size, seed):
+def test_a_sum_tree_finds_as_cumulative_sums_do(size, seed):
     rng = np.random.default_rng(seed)
     tree = SumTree(size)
     priority = np.zeros(size)
@@ -504,58 +503,38 @@ def test_a_seed_fixes_the_samples(options, tmp_path):
     assert any((a.index != b.index).any() for a, b in zip(drawn(3), drawn(4)))
 
 
-def test_mapped_to_a_file(tmp_path):
-    memory, again = (ReplayMemory(50, seed=0, path=tmp_path / "new" / "folder") for _ in range(2))
-    for f in collected()[:3]:
-        memory.add(f)
-    assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == ["steps.npy"]
-    rows = np.load(tmp_path / "new" / "folder" / "steps.npy", mmap_mode="r", allow_pickle=False)
-    expected = torch.cat([f.state.obs[:-1, b] for f in collected()[:3] for b in range(2)])
+def test_steps_are_mapped_to_a_file(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    fragments = collected()[:3]
+    memory = filled(fragments, 50, path=folder)
+    assert len(memory) == 24
+    assert [p.name for p in folder.iterdir()] == ["steps.npy"]
+    rows = np.load(folder / "steps.npy", mmap_mode="r", allow_pickle=False)
+    expected = torch.cat([f.state.obs[:-1].transpose(0, 1).flatten(0, 1) for f in fragments])
     np.testing.assert_array_equal(rows["fragment.state.obs"][:24], expected)
-    memory.close()
-    again.add(
-        collected()[0]
-    )  # a second one in the same folder takes the place of the first, which goes on
-    assert len(np.unique(memory.sample(500).index)) == 24
 
 
 # --- the pipe
 
 
 def options(**kwargs):
-    return {
-        **dict(
-            n_envs=2, n_steps=4, lanes=2, seed=0, capacity=200, batch_size=5, warmup=30, n_batches=3
-        ),
-        **kwargs,
-    }
+    sizes = dict(n_envs=2, n_steps=4, lanes=2, capacity=200, batch_size=5, warmup=30, n_batches=3)
+    return {**sizes, "seed": 0, **kwargs}
 
 
 def test_the_recipe_is_the_pipeline_built_by_hand():
     recipe = replayed(Counting, Plain(), **options(prioritized=True))
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 2, terminal_obs=True), 4), 2, 0)
-    pipe = Replay(
-        FragmentStacker(pipe, 2),
-        200,
-        5,
-        3,
-        30,
-        prioritized=True,
-        seed=find_one(recipe, Replay).seed,
-    )
+    seed = find_one(recipe, Replay).seed
+    pipe = Replay(FragmentStacker(pipe, 2), 200, 5, 3, 30, prioritized=True, seed=seed)
     for k, (a, b) in enumerate(islice(zip(recipe, pipe), 4)):
         assert_same(snapshot(a.fresh), snapshot(b.fresh))
         samples = list(a.samples)
         assert len(samples) == (0 if k == 0 else 3) and list(a.samples) == []
         assert_same([snapshot(x) for x in samples], [snapshot(x) for x in b.samples])
         assert len(a.memory) == 16 * (k + 1)
-    for a, f in islice(
-        zip(
-            recipe,
-            rollouts(Counting, Plain(), n_envs=2, n_steps=4, lanes=2, seed=0, terminal_obs=True),
-        ),
-        3,
-    ):
+    fresh = rollouts(Counting, Plain(), n_envs=2, n_steps=4, lanes=2, seed=0, terminal_obs=True)
+    for a, f in islice(zip(recipe, fresh), 3):
         assert_same(snapshot(a.fresh), snapshot(f))
 
 
@@ -581,29 +560,20 @@ class Drawn(Pipe):
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_the_contract_of_pipes(length):
-    check_pipe(
-        lambda: Drawn(
-            replayed(
-                partial(Counting, EPISODES), Memory(), **options(length=length, zero_state=True)
-            )
-        ),
-        n_items=6,
-    )
+def test_samples_keep_the_contract_of_pipes(length):
+    about = options(length=length, zero_state=True)
+    check_pipe(lambda: Drawn(replayed(partial(Counting, EPISODES), Memory(), **about)), n_items=6)
 
 
-def test_edits_of_the_recipe():
+def test_edits_of_the_recipe_change_its_pipes():
     edits = [
         FragmentStacker.inserter(before=Replay, n=2),
         Replay.replacer(Replay, capacity=64, warmup=0, batch_size=9),
     ]
     pipe = replayed(Counting, Plain(), **options(), edits=edits)
     item = next(iter(pipe))
-    assert (
-        item.fresh.n_envs == 8
-        and [x.fragment.n_envs for x in item.samples] == [9]
-        and item.memory.capacity == 64
-    )
+    assert [x.fragment.n_envs for x in item.samples] == [9]
+    assert (item.fresh.n_envs, item.memory.capacity) == (8, 64)
 
 
 def test_sizes_may_be_integers_of_numpy():
@@ -611,10 +581,10 @@ def test_sizes_may_be_integers_of_numpy():
     sizes = dict(
         capacity=np.int32(100), batch_size=np.int64(3), warmup=np.uint8(4), length=np.int16(2)
     )
-    item = next(iter(replay := Replay(pipe, prioritized=True, **sizes)))
-    assert [x.fragment.valid.shape for x in item.samples] == [(2, 3)] and {
-        type(getattr(replay, name)) for name in sizes
-    } == {int}
+    replay = Replay(pipe, prioritized=True, **sizes)
+    assert {type(getattr(replay, name)) for name in sizes} == {int}
+    item = next(iter(replay))
+    assert [x.fragment.valid.shape for x in item.samples] == [(2, 3)]
 
 
 # --- mistakes
@@ -624,14 +594,14 @@ def test_sizes_may_be_integers_of_numpy():
     "kwargs, text",
     [(dict(length=101), "capacity >= length=101"), (dict(warmup=101), "warmup <= capacity=100")],
 )
-def test_options_that_do_not_fit_the_capacity(kwargs, text):
+def test_options_that_do_not_fit_the_capacity_are_refused(kwargs, text):
     "What is no size or no fraction is refused as in other pipes."
     pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
     with pytest.raises(DataError, match=f"Replay.*{text}"):
         Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
 
 
-def test_what_does_not_fit():
+def test_fragments_that_do_not_fit_are_refused_by_name():
     f = collected()[0]
     memory = ReplayMemory(100, seed=0)
     with pytest.raises(DataError, match="nothing to sample"):
@@ -654,7 +624,7 @@ def test_a_recurrent_state_must_be_known():
         ReplayMemory(100, length=3).add(f)
 
 
-def test_priorities_that_are_none():
+def test_priorities_that_are_none_are_refused():
     with pytest.raises(DataError, match="prioritized=True"):
         ReplayMemory(100).prioritize([0], [1.0])
     memory = ReplayMemory(100, prioritized=True)
@@ -673,22 +643,18 @@ def test_priorities_that_are_none():
 def test_a_full_memory_is_warm_though_not_all_of_its_rows_are_steps():
     "A vector has rows in which it resets."
     make = lambda: gym.vector.SyncVectorEnv([partial(Counting, EPISODES)] * 2)
-    pipe = replayed(
-        make, Plain(), n_envs=None, n_steps=4, capacity=80, warmup=79, batch_size=8, seed=0
-    )
+    sizes = dict(n_envs=None, n_steps=4, capacity=80, warmup=79, batch_size=8)
+    pipe = replayed(make, Plain(), **sizes, seed=0)
     drawn = [(len(list(item.samples)), len(item.memory)) for item in islice(pipe, 20)]
     assert [n for n, _ in drawn] == [0] * 9 + [1] * 11 and max(n for _, n in drawn) < 79
 
 
 @pytest.mark.parametrize("more", [dict(n_batches=2), dict(samples_per_step=0.1)])
 def test_a_memory_in_which_no_segment_fits_is_told(more):
-    pipe = replayed(
-        Counting, Plain(), **options(n_envs=8, length=40, capacity=280, n_batches=1) | more
-    )
-    with pytest.raises(
-        DataError,
-        match="Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280",
-    ):
+    about = options(n_envs=8, length=40, capacity=280, n_batches=1) | more
+    pipe = replayed(Counting, Plain(), **about)
+    told = "Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280"
+    with pytest.raises(DataError, match=told):
         for item in islice(pipe, 20):
             list(item.samples)
 
@@ -710,28 +676,14 @@ def test_a_rank_can_be_as_warm_as_it_is_large(capacity, warmup, n):
 
 def test_samples_of_warm_up_are_not_drawn_late():
     "A consumer that is one fragment ahead gets the samples that one gets who draws at once."
-
-    def counts(ahead):
-        items = iter(
-            replayed(
-                Counting,
-                Plain(),
-                n_envs=1,
-                n_steps=5,
-                warmup=10,
-                batch_size=2,
-                samples_per_step=1.0,
-                seed=0,
-            )
-        )
-        if ahead:
-            return [len(list(item.samples)) for item, _ in islice(pairwise(items), 5)]
-        return [len(list(item.samples)) for item in islice(items, 5)]
-
-    assert counts(False) == counts(True) == [0, 5, 5, 5, 5]
+    about = dict(n_envs=1, n_steps=5, warmup=10, batch_size=2, samples_per_step=1.0, seed=0)
+    pipe = replayed(Counting, Plain(), **about)
+    at_once = [len(list(item.samples)) for item in islice(pipe, 5)]
+    ahead = [len(list(item.samples)) for item, _ in islice(pairwise(pipe), 5)]
+    assert at_once == ahead == [0, 5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("ratio", ["0.5", -1, float("nan"), float("inf"), [1.0]])
-def test_a_ratio_that_is_no_number_of_samples(ratio):
+def test_a_ratio_that_is_no_number_of_samples_is_refused(ratio):
     with pytest.raises(DataError, match="samples_per_step.*a number from 0"):
         replayed(Counting, Plain(), n_envs=1, samples_per_step=ratio)

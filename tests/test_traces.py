@@ -1,10 +1,14 @@
-"Every planted change of a training is told at its leaf, equal trainings are equal everywhere, and a difference is found in its update."
+"""Every planted change of a training is told at its leaf, and a difference is found in its update.
+
+Equal trainings are equal everywhere.
+"""
 
 import errno
 import functools
 import json
 import logging
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -63,18 +67,14 @@ def made(
 ):
     "The fingerprint of a small training."
     env = dict(env_kwargs=env_kwargs)
+    collection = {"n_envs": 2, "n_steps": 8, "seed": 0, **(pipeline or {}), **env}
     actor = MLPPolicy.for_env("CartPole-v1", seed=0, hidden=hidden, activation=activation, **env)
     critic = Critic.for_env("CartPole-v1", seed=1, hidden=(8,), **env)
     if nudge:
         with torch.no_grad():
             x = dict(actor.named_parameters(), **dict(critic.named_buffers()))[nudge].view(-1)
         x.data[0] = torch.nextafter(x[0].detach(), torch.tensor(9.0))
-    pipe = on_policy(
-        "CartPole-v1",
-        actor,
-        critic,
-        **{"n_envs": 2, "n_steps": 8, "seed": 0, **(pipeline or {}), **env},
-    )
+    pipe = on_policy("CartPole-v1", actor, critic, **collection)
     return fingerprint(pipe if edit is None else edit(pipe), PPO(actor, critic, **options))
 
 
@@ -104,58 +104,59 @@ def test_an_option_of_the_learner_is_told(base, name):
     assert list(base.differs(made(**{name: OPTIONS[name]}))) == [f"settings/{name}"]
 
 
+# leaf of the fingerprint -> what is otherwise in the pipeline, and in other parts of the training
+OF_PIPELINE = {
+    "seeds/Lanes": dict(seed=1),
+    "graph/EnvStepper/n_envs": dict(n_envs=3),
+    "graph/FragmentCollector/n_steps": dict(n_steps=9),
+    "graph/Lanes/n": dict(lanes=2),
+    "graph/AdvantageBuffer/gamma": dict(gamma=0.9),
+    "graph/AdvantageBuffer/lam": dict(lam=0.9),
+    "graph/EnvStepper/sticky": dict(sticky=2),
+    "graph/EnvStepper/terminal_obs": dict(terminal_obs=True),
+    "graph/EnvStepper/engine": dict(engine="onnxruntime"),
+}
+OF_TRAINING = {leaf: dict(pipeline=change) for leaf, change in OF_PIPELINE.items()} | {
+    "seeds/learner": dict(seed=5),
+    "graph/EnvStepper/env_kwargs/max_episode_steps": dict(env_kwargs=dict(max_episode_steps=9)),
+    "networks/actor/trunk/n_out": dict(hidden=(9,)),
+    "networks/actor/trunk.hidden.1": dict(hidden=(8, 8)),
+    "networks/actor/trunk.activation/class": dict(activation=torch.nn.ReLU),
+    "weights/actor/trunk.hidden.0.weight": dict(nudge="trunk.hidden.0.weight"),
+    "weights/actor/head.logits.bias": dict(nudge="head.logits.bias"),
+    "weights/critic/ret_std": dict(nudge="ret_std"),
+}
+
+
+@pytest.mark.parametrize("leaf", OF_TRAINING)
+def test_a_change_of_the_training_is_told(base, leaf):
+    assert leaf in base.differs(made(**OF_TRAINING[leaf]))
+
+
+def another():
+    return "another"
+
+
 @pytest.mark.parametrize(
-    "change, leaf",
+    "leaf, owner, name, value",
     [
-        (dict(seed=5), "seeds/learner"),
-        (dict(pipeline=dict(seed=1)), "seeds/Lanes"),
-        (dict(pipeline=dict(n_envs=3)), "graph/EnvStepper/n_envs"),
-        (dict(pipeline=dict(n_steps=9)), "graph/FragmentCollector/n_steps"),
-        (dict(pipeline=dict(lanes=2)), "graph/Lanes/n"),
-        (dict(pipeline=dict(gamma=0.9)), "graph/AdvantageBuffer/gamma"),
-        (dict(pipeline=dict(lam=0.9)), "graph/AdvantageBuffer/lam"),
-        (dict(pipeline=dict(sticky=2)), "graph/EnvStepper/sticky"),
-        (dict(pipeline=dict(terminal_obs=True)), "graph/EnvStepper/terminal_obs"),
-        (dict(pipeline=dict(engine="onnxruntime")), "graph/EnvStepper/engine"),
-        (
-            dict(env_kwargs=dict(max_episode_steps=9)),
-            "graph/EnvStepper/env_kwargs/max_episode_steps",
+        *(
+            (f"versions/{package.__name__}", package, "__version__", "0.0.1")
+            for package in (rollpipe, torch, gym, np)
         ),
-        (dict(hidden=(9,)), "networks/actor/trunk/n_out"),
-        (dict(hidden=(8, 8)), "networks/actor/trunk.hidden.1"),
-        (dict(activation=torch.nn.ReLU), "networks/actor/trunk.activation/class"),
-        (dict(nudge="trunk.hidden.0.weight"), "weights/actor/trunk.hidden.0.weight"),
-        (dict(nudge="head.logits.bias"), "weights/actor/head.logits.bias"),
-        (dict(nudge="ret_std"), "weights/critic/ret_std"),
+        ("versions/python", platform, "python_version", another),
+        ("versions/rollpipe", module, "source_digest", another),
+        ("machine/processor", module, "_processor", another),
+        ("versions/CartPole-v1/max_episode_steps", gym.spec("CartPole-v1"), "max_episode_steps", 9),
     ],
 )
-def test_a_change_of_the_training_is_told(base, change, leaf):
-    assert leaf in base.differs(made(**change))
+def test_a_version_and_the_machine_are_told(base, leaf, owner, name, value, monkeypatch):
+    monkeypatch.setattr(owner, name, value)
+    assert list(base.differs(made())) == [leaf]
 
 
-@pytest.mark.parametrize("package", [rollpipe, torch, gym, np])
-def test_a_version_is_told(base, package, monkeypatch):
-    monkeypatch.setattr(package, "__version__", "0.0.1")
-    assert list(base.differs(made())) == [f"versions/{package.__name__}"]
-
-
-def test_python_the_source_the_spec_and_the_machine_are_told(base, monkeypatch):
-    def changed(leaf, change, *args):
-        with monkeypatch.context() as patch:
-            getattr(patch, change)(*args)
-            assert list(base.differs(made())) == [leaf]
-
-    another = lambda: "another"
-    changed("versions/python", "setattr", "platform.python_version", another)
-    for name, leaf in {
-        "source_digest": "versions/rollpipe",
-        "_processor": "machine/processor",
-    }.items():
-        changed(leaf, "setattr", f"rollpipe.traces.fingerprint.{name}", another)
-    spec = gym.registry["CartPole-v1"]
-    changed("versions/CartPole-v1/max_episode_steps", "setattr", spec, "max_episode_steps", 9)
-
-    # A number that torch does not begin with is one that the user has chosen.
+def test_threads_that_the_user_has_chosen_are_told(base):
+    "A number that torch does not begin with is one that the user has chosen."
     before = torch.get_num_threads()
     torch.set_num_threads(before + os.cpu_count())
     try:
@@ -175,15 +176,15 @@ def test_the_engine_of_an_environment_has_its_version(tmp_path, monkeypatch):
         (place / name).mkdir(parents=True)
         (place / name / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(str(place))
-    monkeypatch.setitem(
-        gym.registry, "Its-v0", gym.envs.registration.EnvSpec("Its-v0", entry_point="its_envs:Env")
-    )
+    spec = gym.envs.registration.EnvSpec("Its-v0", entry_point="its_envs:Env")
+    monkeypatch.setitem(gym.registry, "Its-v0", spec)
     pipe = Pretending()
-    found = fingerprint(pipe)
-    assert (found.leaves["versions/an_engine"], found.leaves["versions/its_envs"]) == ("1", "5")
+    before = fingerprint(pipe)
+    versions = dict(an_engine="1", its_envs="5")
+    assert before.leaves.items() >= {f"versions/{x}": n for x, n in versions.items()}.items()
     monkeypatch.setattr(sys.modules["an_engine"], "__version__", "2")
     module.version_of_package.cache_clear()
-    assert list(found.differs(fingerprint(pipe))) == ["versions/an_engine"]
+    assert list(before.differs(fingerprint(pipe))) == ["versions/an_engine"]
 
 
 class Pretending(Pipe):
@@ -259,83 +260,69 @@ def tap(see):
     return made(edit=lambda pipe: Tap.inserter(after=Lanes, see=see)(pipe))
 
 
+holder = functools.partial(Scale, 1)
+
+
+def itself(see):
+    return see
+
+
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize(
-    "a, b, leaf",
+    "make, a, b, leaf",
     [
-        (lambda item: item + 1, lambda item: item - 1, "graph/Tap/see"),
-        (lambda item: "a", lambda item: "b", "graph/Tap/see"),
-        (lambda item: item.rew, lambda item: item.obs, "graph/Tap/see"),
-        (lambda item: item in {"a", "b"}, lambda item: item in {"a", "c"}, "graph/Tap/see"),
-        (closure(np.zeros(2)), closure(np.ones(2)), "graph/Tap/see/k"),
-        (closure({"a", "b"}), closure({"a", "c"}), "graph/Tap/see/k"),
-        (closure([1, 2]), closure([1, 3]), "graph/Tap/see/k/1"),
-        (nested(1), nested(2), "graph/Tap/see/k"),
-        (
-            functools.partial(default, by=3),
-            functools.partial(default, by=4),
-            "graph/Tap/see/keywords/by",
-        ),
-        (Scale(1), Scale(2), "graph/Tap/see/by"),
-        (Scale(1, {"x": 1.0}), Scale(1, {"x": 2.0}), "graph/Tap/see/of/x"),
-        (
-            Scale(1, torch.tensor([1.0, 2.0])),
-            Scale(1, torch.tensor([1.0, 3.0])),
-            "graph/Tap/see/of",
-        ),
-        (Scale(1, Scale(1)), Scale(1, Scale(2)), "graph/Tap/see/of/by"),
-        (
-            Scale(1, np.random.default_rng(1)),
-            Scale(1, np.random.default_rng(2)),
-            "seeds/Tap/see/of",
-        ),
-        (Scale(1, torch.float32), Scale(1, torch.float64), "graph/Tap/see/of"),
-        (Scale(1).method, Scale(2).method, "graph/Tap/see/of/by"),
-        (Scale(1), Child(1), "graph/Tap/see/class"),
-        (len, sum, "graph/Tap/see"),
-        (torch.sum, torch.mean, "graph/Tap/see"),
-        ((1).__add__, (2).__add__, "graph/Tap/see/of"),
+        (itself, lambda item: item + 1, lambda item: item - 1, ""),
+        (itself, lambda item: "a", lambda item: "b", ""),
+        (itself, lambda item: item.rew, lambda item: item.obs, ""),
+        (itself, lambda item: item in {"a", "b"}, lambda item: item in {"a", "c"}, ""),
+        (closure, np.zeros(2), np.ones(2), "/k"),
+        (closure, {"a", "b"}, {"a", "c"}, "/k"),
+        (closure, [1, 2], [1, 3], "/k/1"),
+        (nested, 1, 2, "/k"),
+        (lambda by: functools.partial(default, by=by), 3, 4, "/keywords/by"),
+        (Scale, 1, 2, "/by"),
+        (holder, {"x": 1.0}, {"x": 2.0}, "/of/x"),
+        (holder, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), "/of"),
+        (holder, Scale(1), Scale(2), "/of/by"),
+        (holder, torch.float32, torch.float64, "/of"),
+        (lambda by: Scale(by).method, 1, 2, "/of/by"),
+        (lambda kind: kind(1), Scale, Child, "/class"),
+        (itself, len, sum, ""),
+        (itself, torch.sum, torch.mean, ""),
+        (lambda n: n.__add__, 1, 2, "/of"),
     ],
 )
-def test_a_change_of_an_edit_is_told(a, b, leaf):
-    one, other = (tap(a), tap(b)) if callable(a) else (a, b)
-    assert leaf in one.differs(other) and not one.differs(tap(a))
+def test_a_change_of_an_edit_is_told(make, a, b, leaf):
+    one = tap(make(a))
+    assert f"graph/Tap/see{leaf}" in one.differs(tap(make(b))) and not one.differs(tap(make(a)))
+
+
+def test_a_generator_of_an_edit_is_told_among_the_seeds():
+    one, same, other = (tap(holder(np.random.default_rng(seed))) for seed in (1, 1, 2))
+    assert "seeds/Tap/see/of" in one.differs(other) and not one.differs(same)
+
+
+HERE = sys.modules[__name__]
 
 
 @pytest.mark.parametrize(
-    "see, change, leaf",
+    "see, owner, name, value, leaf",
     [
-        (
-            calls,
-            lambda m: m.setattr(sys.modules[__name__], "helper", lambda x: x + 2),
-            "graph/Tap/see/helper",
-        ),
-        (reads, lambda m: m.setattr(sys.modules[__name__], "FACTOR", 3), "graph/Tap/see/FACTOR"),
-        (looks_up, lambda m: m.setitem(TABLE, "a", 2), "graph/Tap/see/TABLE/a"),
-        (default, lambda m: m.setattr(default, "__defaults__", (3,)), "graph/Tap/see/by"),
-        (keyword, lambda m: m.setattr(keyword, "__kwdefaults__", dict(by=3)), "graph/Tap/see/by"),
-        (
-            Scale(1),
-            lambda m: m.setattr(Scale, "__call__", lambda self, item: 0),
-            "graph/Tap/see/class/__call__",
-        ),
-        (Scale(1), lambda m: m.setattr(Scale, "unit", 2), "graph/Tap/see/class/unit"),
-        (
-            Child(1),
-            lambda m: m.setattr(Scale, "__call__", lambda self, item: 0),
-            "graph/Tap/see/class/Scale.__call__",
-        ),
-        (
-            functools.lru_cache(helper),
-            lambda m: m.setattr(helper, "__code__", (lambda x: x + 2).__code__),
-            "graph/Tap/see",
-        ),
+        (calls, HERE, "helper", lambda x: x + 2, "/helper"),
+        (reads, HERE, "FACTOR", 3, "/FACTOR"),
+        (looks_up, HERE, "TABLE", {"a": 2}, "/TABLE/a"),
+        (default, default, "__defaults__", (3,), "/by"),
+        (keyword, keyword, "__kwdefaults__", dict(by=3), "/by"),
+        (Scale(1), Scale, "__call__", lambda self, item: 0, "/class/__call__"),
+        (Scale(1), Scale, "unit", 2, "/class/unit"),
+        (Child(1), Scale, "__call__", lambda self, item: 0, "/class/Scale.__call__"),
+        (functools.lru_cache(helper), helper, "__code__", (lambda x: x + 2).__code__, ""),
     ],
 )
-def test_a_change_of_code_and_of_what_it_reads_is_told(see, change, leaf, monkeypatch):
+def test_a_change_of_code_and_of_what_it_reads_is_told(see, owner, name, value, leaf, monkeypatch):
     before = tap(see)
-    change(monkeypatch)
-    assert leaf in before.differs(tap(see))
+    monkeypatch.setattr(owner, name, value)
+    assert f"graph/Tap/see{leaf}" in before.differs(tap(see))
 
 
 class First(Pipe):
@@ -356,28 +343,25 @@ def test_a_pipe_its_place_and_its_code_are_told(base, monkeypatch):
 
         return made(edit=edit)
 
-    assert (
-        str(base.differs(both(First)))
-        == "graph/AdvantageBuffer/inputs: Lanes != First; graph/First: missing != First"
-    )
-    found = both(First, Second).differs(both(Second, First))
-    assert {"graph/First/inputs", "graph/Second/inputs"} <= set(found) and all(
-        path.endswith("/inputs") for path in found
-    )
     before = both(First)
+    told = "graph/AdvantageBuffer/inputs: Lanes != First; graph/First: missing != First"
+    assert str(base.differs(before)) == told
+    leaves = set(both(First, Second).differs(both(Second, First)))
+    assert {"graph/First/inputs", "graph/Second/inputs"} <= leaves
+    assert all(leaf.endswith("/inputs") for leaf in leaves)
     monkeypatch.setattr(First, "stream", lambda self, items: iter(items))
     assert set(before.differs(both(First))) == {"graph/First/class/stream"}
 
 
 def test_what_cannot_be_known_never_equals(base):
-    found = tap(Scale(1, {1, threading.Lock()}))
-    assert list(found.differs(found)) == ["graph/Tap/see/of"] and found != found
+    locked = tap(holder({1, threading.Lock()}))
+    assert list(locked.differs(locked)) == ["graph/Tap/see/of"] and locked != locked
     unseeded = made(pipeline=dict(seed=None))
     assert set(unseeded.differs(unseeded)) == {"seeds/EnvStepper", "seeds/Lanes"} and base == base
 
 
 def test_addresses_and_the_order_of_sets_make_no_difference():
-    assert not tap(Scale(1, object())).differs(tap(Scale(1, object())))
+    assert not tap(holder(object())).differs(tap(holder(object())))
     assert not tap(closure({"b", "a"})).differs(tap(closure({"a", "b"})))
 
 
@@ -400,17 +384,17 @@ BOX = functools.partial(gym.spaces.Box, -1, 1)
 
 SPACES = dict(
     Box=BOX,
-    Discrete=lambda shape=(3,): gym.spaces.Discrete(shape[0]),
-    MultiDiscrete=lambda shape=(3,): gym.spaces.MultiDiscrete(shape),
-    MultiBinary=lambda shape=(3,): gym.spaces.MultiBinary(shape),
-    Text=lambda shape=(3,): gym.spaces.Text(shape[0], charset=frozenset("abcdef")),
-    Charset=lambda shape=(3,): gym.spaces.Text(9, charset="abcdef"[: shape[0]]),
-    Dict=lambda shape=(3,): gym.spaces.Dict(a=BOX(shape), b=gym.spaces.Discrete(2)),
-    Tuple=lambda shape=(3,): gym.spaces.Tuple([BOX(shape), gym.spaces.Discrete(2)]),
-    Graph=lambda shape=(3,): gym.spaces.Graph(BOX(shape), gym.spaces.Discrete(2)),
-    Sequence=lambda shape=(3,): gym.spaces.Sequence(BOX(shape), stack=True),
-    OneOf=lambda shape=(3,): gym.spaces.OneOf([BOX(shape), gym.spaces.Discrete(2)]),
-    Noisy=lambda shape=(3,): Noisy(shape[0]),
+    Discrete=lambda shape: gym.spaces.Discrete(shape[0]),
+    MultiDiscrete=lambda shape: gym.spaces.MultiDiscrete(shape),
+    MultiBinary=lambda shape: gym.spaces.MultiBinary(shape),
+    Text=lambda shape: gym.spaces.Text(shape[0], charset=frozenset("abcdef")),
+    Charset=lambda shape: gym.spaces.Text(9, charset="abcdef"[: shape[0]]),
+    Dict=lambda shape: gym.spaces.Dict(a=BOX(shape), b=gym.spaces.Discrete(2)),
+    Tuple=lambda shape: gym.spaces.Tuple([BOX(shape), gym.spaces.Discrete(2)]),
+    Graph=lambda shape: gym.spaces.Graph(BOX(shape), gym.spaces.Discrete(2)),
+    Sequence=lambda shape: gym.spaces.Sequence(BOX(shape), stack=True),
+    OneOf=lambda shape: gym.spaces.OneOf([BOX(shape), gym.spaces.Discrete(2)]),
+    Noisy=lambda shape: Noisy(shape[0]),
 )
 
 
@@ -420,9 +404,9 @@ def test_a_space_that_was_printed_and_drawn_from_is_described_by_what_it_means(n
     used = make((3,))
     used.seed(5)
     assert used.contains(used.sample()) and str(used)
-    fresh = tap(Scale(1, dict(goal=make((3,)))))
-    assert not fresh.differs(tap(Scale(1, dict(goal=used))))
-    assert fresh.differs(tap(Scale(1, dict(goal=make((2,))))), "graph")
+    fresh, again, other = (tap(holder(dict(goal=x))) for x in (make((3,)), used, make((2,))))
+    assert not fresh.differs(again)
+    assert fresh.differs(other, "graph")
 
 
 def lent_single():
@@ -439,10 +423,15 @@ def test_an_environment_that_somebody_has_looked_at_is_described_as_before(make)
     used = make()
     assert str((used.observation_space, used.action_space, used.spec, used.np_random))
     assert str([(env.spec, env.np_random) for env in getattr(used.unwrapped, "envs", ())])
-    assert not tap(Scale(1, make())).differs(tap(Scale(1, used)))
+    assert not tap(holder(make())).differs(tap(holder(used)))
 
 
-PROGRAM = "import json, torch; torch.set_num_threads(1); import test_traces as t; print(json.dumps([x.leaves for x in t.several()]))"
+PROGRAM = """
+import json, torch
+torch.set_num_threads(1)
+import test_traces
+print(json.dumps([x.leaves for x in test_traces.several()]))
+"""
 
 
 def several():
@@ -477,6 +466,15 @@ def trained(folder, *args, edits=(), **kwargs):
     return quietly(start(folder, configured(*args, **kwargs)), *edits).folder
 
 
+def journal_of(folder):
+    return read_journal(folder / JOURNAL)
+
+
+def updates_in(path):
+    "The updates that have a line in the journal."
+    return [entry.updates for entry in read_journal(path)]
+
+
 NUDGE = dict(after=Lanes, item=5, at=(77, 2, 1))
 
 
@@ -492,9 +490,8 @@ class Nudge(Pipe):
     def stream(self, items):
         for n, item in enumerate(items):
             if n == self.item:
-                item.state.obs[self.at] = torch.nextafter(
-                    item.state.obs[self.at], torch.tensor(9.0)
-                )
+                number = item.state.obs[self.at]
+                number.copy_(torch.nextafter(number, torch.tensor(9.0)))
             yield item
 
 
@@ -505,17 +502,20 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_unit_in_the_last_place_is_found(whole, tmp_path):
-    "The sixth item is lane 1's part of the third update; its columns 3, 4 and 5 of the batch are the environments 0, 1 and 2."
+    """The sixth item is lane 1's part of the third update.
+
+    Its columns 3, 4 and 5 of the batch are the environments 0, 1 and 2.
+    """
     nudge = Nudge.inserter(**NUDGE)
     other = trained(tmp_path / "run", edits=[nudge])
-    found = diff(whole, other)
-    at = found.parting
+    difference = diff(whole, other)
+    at = difference.parting
     assert (at.after, at.by, at.leaves[0], at.place) == (2, 3, ".state.obs", (77, 5, 1, 2))
-    assert str(found).endswith(
+    assert str(difference).endswith(
         "update 3: .state.obs differs first (row 77, column 5: lane 1, environment 2 of it), "
         "the weights were equal before: collection differs"
     )
-    assert list(found.fingerprints) == ["graph/AdvantageBuffer/inputs", "graph/Nudge"]
+    assert list(difference.fingerprints) == ["graph/AdvantageBuffer/inputs", "graph/Nudge"]
     assert str(verify(whole, 2)) == "fingerprints are equal\nall updates are equal up to 2"
     assert verify(other, 3).parting.by == 3 and verify(other, 3, nudge).is_equal
 
@@ -538,45 +538,44 @@ def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
 
 
 OF_DQN = dict(warmup=100)
+SLOWER = dict(lr=1e-4)
+SLOWER_PPO = dict(options={**SMALL, **SLOWER})
+SLOWER_DQN = dict(options={**OF_DQN, **SLOWER})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "algorithm, steps, options, other, told",
+    "algorithm, steps, options, change, told",
     [
         ("ppo", 1536, SMALL, dict(seed=3), r"update 1: batch\.state\.obs\[0, 0, 0\]"),
-        *(
-            (algorithm, steps, options, dict(options={**options, "lr": 1e-4}), told)
-            for algorithm, steps, options, told in (
-                (
-                    "ppo",
-                    1536,
-                    SMALL,
-                    r"the weights after it: \['actor'\]\['head\.logits\.bias'\]\[0\]",
-                ),
-                ("dqn", 4200, OF_DQN, r"update \d+: batch\.actor\['q'\]\[0, 0, 0\]"),
-            )
+        (
+            "ppo",
+            1536,
+            SMALL,
+            SLOWER_PPO,
+            r"the weights after it: \['actor'\]\['head\.logits\.bias'\]\[0\]",
         ),
+        ("dqn", 4200, OF_DQN, SLOWER_DQN, r"update \d+: batch\.actor\['q'\]\[0, 0, 0\]"),
     ],
 )
 def test_both_numbers_are_told_when_both_runs_make_them_once_more(
-    algorithm, steps, options, other, told, tmp_path
+    algorithm, steps, options, change, told, tmp_path
 ):
     a = trained(tmp_path / "a", algorithm, steps, options)
-    b = trained(tmp_path / "b", algorithm, steps, **{"options": options, **other})
+    b = trained(tmp_path / "b", algorithm, steps, **{"options": options, **change})
     at = diff(a, b).parting
-    found = re.fullmatch(told + r": (\S+) != (\S+)", numbers(a, b, at))
-    assert found and float(found[1]) != float(found[2])
+    both = re.fullmatch(told + r": (\S+) != (\S+)", numbers(a, b, at))
+    assert both and float(both[1]) != float(both[2])
     assert numbers(a, a, at) == "the updates are equal when they are made once more"
 
 
 @pytest.mark.slow
 def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
     a = trained(tmp_path / "a", "dqn", 10_000, OF_DQN, checkpoint_every=1000)
-    lines = read_journal(a / JOURNAL)
+    lines = journal_of(a)
     assert [e.steps for e in lines if e.place] == [4096, 8192]
     assert [e.updates for e in lines] == [128, 256, 313]
-    b = trained(tmp_path / "b", "dqn", 10_000, {**OF_DQN, "lr": 1e-4}, checkpoint_every=50)
+    b = trained(tmp_path / "b", "dqn", 10_000, **SLOWER_DQN, checkpoint_every=50)
     at = diff(a, b).parting
     assert (at.after, at.by) == (0, 128) and "collection" not in str(at)
     assert str(at).startswith("between the updates 1 and 128: .state.")
@@ -587,7 +586,7 @@ def test_the_weights_after_the_last_of_small_batches_are_compared(tmp_path):
     "They are in no batch that follows. A run of so few steps has no regular line."
     options = dict(n_envs=2, n_steps=16)
     a = trained(tmp_path / "a", "ppo", 320, options)
-    assert [(e.updates, e.place) for e in read_journal(a / JOURNAL)] == [(10, None)]
+    assert [(e.updates, e.place) for e in journal_of(a)] == [(10, None)]
     b = gone_on(fork(a, tmp_path / "b", 9, lr=0.5)).folder
     assert not diff(a, b).is_equal
     assert str(diff(a, b)).endswith(f"update 10: {LEARNING_DIFFERS}")
@@ -605,7 +604,7 @@ def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
     path = run.folder / JOURNAL
     before = path.read_text()
     assert before == "".join((whole / JOURNAL).read_text().splitlines(True)[:2])
-    path.write_text(before + before.splitlines()[0][:40])  # killed while it wrote a line
+    path.write_text(before + before[:40])  # killed while it wrote a line
     gone_on(run.folder)
     assert path.read_bytes() == (whole / JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
 
@@ -634,8 +633,11 @@ def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
     unlock(folder)
     interrupted(folder, 43)
     gone_on(folder)
-    a, b = ({e.updates: e for e in read_journal(x / JOURNAL)} for x in (whole, folder))
-    assert b.keys() - a.keys() == {43} and all(a[n] == b[n] for n in a) and {32, 64} < a.keys()
+    a = {e.updates: e for e in journal_of(whole)}
+    b = {e.updates: e for e in journal_of(folder)}
+    added = b.pop(43)
+    assert added.updates not in a and {32, 64} < a.keys()
+    assert a == b
 
 
 @pytest.mark.slow
@@ -643,11 +645,11 @@ def test_new_episodes_are_told(whole, tmp_path):
     run = start(tmp_path / "run", configured(steps=3072))
     quietly(run._replace(stream=None))  # the checkpoint has no state of the stream
     gone_on(run.folder, steps=6000)
-    resumes = [(e.updates, e.resumes) for e in read_journal(run.folder / JOURNAL)]
+    resumes = [(e.updates, e.resumes) for e in journal_of(run.folder)]
     assert resumes == [(1, 0), (2, 0), (3, 1), (4, 1)]
-    found = diff(whole, run.folder)
-    assert found.parting.by == 3
-    assert found.notes == [f"{run.folder} was resumed after update 2, with new episodes"]
+    difference = diff(whole, run.folder)
+    assert difference.parting.by == 3
+    assert difference.notes == [f"{run.folder} was resumed after update 2, with new episodes"]
     assert verify(run.folder, 9).common == 2
 
 
@@ -671,7 +673,10 @@ def of_a_process(folder, **run):
 
 
 def test_an_exact_run_of_small_batches_does_not_go_on_otherwise(tmp_path):
-    "Its journal has a line at a checkpoint. The line that differed was written at the second try, at the end, and so was the checkpoint."
+    """Its journal has a line at a checkpoint.
+
+    The line that differed was written at the second try, at the end, and so was the checkpoint.
+    """
     folder = tmp_path / "run"
     about = dict(options=TINY, steps=160, checkpoint_every=2, keep=9, exact=True)
     in_a_process(lambda: quietly(of_a_process(folder, **about)))
@@ -746,11 +751,14 @@ def test_the_first_update_that_differs_is_named(
 def test_a_process_that_differs_is_found_for_any_size_of_updates_and_distance_of_checkpoints(
     algorithm, options, every, update, run, tmp_path, caplog
 ):
-    "The newest update of a killed run is in its journal, also far from a regular line. If its first update differs, it stays as it was."
+    """The newest update of a killed run is in its journal, also far from a regular line.
+
+    If its first update differs, it stays as it was.
+    """
     folder = tmp_path / "run"
     about = dict(algorithm=algorithm, options=options, checkpoint_every=every, **run)
     killed_in(update, lambda: of_a_process(folder, steps=9000, exact=True, **about))
-    assert read_journal(folder / JOURNAL)[-1].updates == update
+    assert journal_of(folder)[-1].updates == update
     assert updates_of(folder) == (update - 1) // every * every
     (folder / "lock").unlink()
     before = content(folder)
@@ -789,18 +797,15 @@ def test_what_was_not_compared_yet_outlives_another_kill(tmp_path, caplog):
     options = dict(steps=2400, options=TINY, checkpoint_every=6)
     whole = trained(tmp_path / "whole", **options)
     folder = tmp_path / "run"
-
-    def lines():
-        return [e.updates for e in read_journal(folder / JOURNAL)]
-
+    path = folder / JOURNAL
     killed_in(9, lambda: start(folder, configured(**options)))
     killed_in(8, lambda: resume(folder))
-    assert lines()[-1] == 9
+    assert updates_in(path)[-1] == 9
     killed_in(17, lambda: resume(folder))
-    assert lines() == [6, 12, 13, 14, 15, 16, 17]
+    assert updates_in(path) == [6, 12, 13, 14, 15, 16, 17]
     gone_on(folder)
     assert not caplog.messages
-    assert (folder / JOURNAL).read_bytes() == (whole / JOURNAL).read_bytes()
+    assert path.read_bytes() == (whole / JOURNAL).read_bytes()
 
 
 def test_a_resume_that_fails_leaves_the_lock_of_a_run_that_has_begun(tmp_path):
@@ -831,9 +836,9 @@ def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(CartPoleEnv, "step", step)
         refused("planted", quietly, run, callbacks=[callback], error=EnvError)
-    found = load_run(run.folder)
+    checkpoint = load_run(run.folder)
     expected = (True, 2) if exact else (False, 3)
-    assert (found.stream is not None, found.counters["updates"]) == expected
+    assert (checkpoint.stream is not None, checkpoint.counters["updates"]) == expected
     gone_on(run.folder)
     assert (diff(whole, run.folder).parting is None) == exact
 
@@ -865,7 +870,7 @@ def test_a_run_without_a_journal_begins_one(whole, tmp_path):
     for name in (JOURNAL, FINGERPRINTS):
         (run / name).unlink()
     gone_on(run, steps=4608)
-    assert [(e.updates, e.since) for e in read_journal(run / JOURNAL)] == [(3, 2)]
+    assert [(e.updates, e.since) for e in journal_of(run)] == [(3, 2)]
     told = "no fingerprint to compare\nthe journals have no line of the same update"
     assert str(diff(whole, run)) == told
     refused("a journal from the first update on", verify, run)
@@ -885,7 +890,7 @@ def test_a_journal_that_has_lost_lines_is_told_and_not_called_equal(whole, tmp_p
     gone_on(run, steps=6000)
     told = f"{path} has lost what comes after update 1; its checksums begin anew after update 3"
     assert caplog.messages == [told]
-    assert [(e.updates, e.since) for e in read_journal(path)] == [(1, 0), (4, 3)]
+    assert [(e.updates, e.since) for e in journal_of(run)] == [(1, 0), (4, 3)]
     refused("checksums of the updates up to 1 of 4", verify, run, 60)
     assert verify(run, 1).common == 1
 
@@ -920,21 +925,24 @@ def written(path, n, begin=0):
 def test_every_damage_is_named(tmp_path):
     path = tmp_path / JOURNAL
     text = written(path, 6)
-    lines = text.splitlines(True)
-    for k in range(0, len(lines[0]) - 1, 7):  # one letter of the third line
+    first, second, third, *others = text.splitlines(True)
+
+    # One letter of the third line, or all of it
+    for k in range(0, len(first) - 1, 7):
         for letter in "5x":
-            letter = letter if lines[2][k] != letter else "6"
-            path.write_text(
-                "".join([*lines[:2], lines[2][:k] + letter + lines[2][k + 1 :], *lines[3:]])
-            )
+            letter = letter if third[k] != letter else "6"
+            damaged = third[:k] + letter + third[k + 1 :]
+            path.write_text("".join([first, second, damaged, *others]))
             refused("journal.jsonl, line [34]: damaged", read_journal, path)
-    path.write_text("".join(lines[:2] + lines[3:]))
+    path.write_text("".join([first, second, *others]))
     refused("line 3: damaged, or a line before it is missing", read_journal, path)
-    for k in range(len(lines[2])):  # a kill at any byte
-        path.write_text("".join(lines[:2]) + lines[2][:k])
-        assert [e.updates for e in read_journal(path)] == [1, 2]
+
+    # A kill at any byte is no damage
+    for k in range(len(third)):
+        path.write_text(first + second + third[:k])
+        assert updates_in(path) == [1, 2]
     cut(path, 1)
-    assert path.read_text() == lines[0] and read_journal(path)[-1].updates == 1
+    assert path.read_text() == first and updates_in(path) == [1]
     assert written(path, 5, begin=1) == text
 
 
@@ -944,12 +952,13 @@ def test_a_full_disk_ends_the_training_and_leaves_a_journal_that_goes_on(tmp_pat
         learned(journal, 1)
         journal.file = Full(journal.file)
         learned(journal, 2)
-    assert e.value.filename == str(path) and [e.updates for e in read_journal(path)] == [1]
-    assert (
-        path.read_text().count("\n") == 1 and path.read_text()[-1] != "\n"
-    )  # a part of the second line was written
+    assert e.value.filename == str(path) and updates_in(path) == [1]
+
+    # A part of the second line was written.
+    text = path.read_text()
+    assert text.count("\n") == 1 and text[-1] != "\n"
     written(path, 2, begin=1)
-    assert [e.updates for e in read_journal(path)] == [1, 2, 3]
+    assert updates_in(path) == [1, 2, 3]
 
 
 class Full:
@@ -992,11 +1001,8 @@ def test_places_and_checksums_of_every_dtype(dtype):
     x = torch.ones(4, 2, 3).to(dtype)
     y = x.clone()
     y[2, 1, 0] = 0
-    assert journals.running(0, x) != journals.running(0, y) and first_difference(x, y).at == (
-        2,
-        1,
-        0,
-    )
+    assert journals.running(0, x) != journals.running(0, y)
+    assert first_difference(x, y).at == (2, 1, 0)
     sums = journals._sums(dict(x=x)) != journals._sums(dict(x=y))
     assert np.argwhere(sums).tolist() == [[2, 1]]
 
@@ -1005,7 +1011,10 @@ def test_places_and_checksums_of_every_dtype(dtype):
 
 
 class Table:
-    "As a table of pandas: cells of any kind, a reference to itself, and an index that is made when it is first asked for."
+    """As a table of pandas: cells of any kind, and a reference to itself.
+
+    Its index is made when it is first asked for.
+    """
 
     def __init__(self, last=1.5):
         self.cells = np.array(["a", None, last], dtype=object)
@@ -1024,7 +1033,7 @@ class Table:
 class Linked:
     "Two objects that refer to each other."
 
-    def __init__(self, value=1):
+    def __init__(self, value):
         self.value = value
         self.other = Other(self)
 
@@ -1035,55 +1044,52 @@ class Other:
         self.gone = weakref.ref(Table())
 
 
-def looped(last=0):
+def looped(last):
     cells = np.array([1, last, None], dtype=object)
     cells[2] = cells
     return cells
 
 
-def with_references(value=1):
+def with_references(value):
     keys = [Linked(k) for k in range(2)]
     return keys, weakref.WeakKeyDictionary({key: value + k for k, key in enumerate(keys)})
 
 
+def record(cell):
+    return np.array([(1, cell)], dtype=[("n", int), ("o", object)])
+
+
+# name -> what makes an object, and the values of two that differ
 TABLES = {
-    "table": (Table, lambda: Table(2.5)),
-    "many cells": (
-        lambda: np.array([*map(str, range(30_000))], object),
-        lambda: np.array([*map(str, range(29_999)), "x"], object),
-    ),
+    "table": (Table, 1.5, 2.5),
+    "many cells": (lambda x: np.array([*map(str, range(29_999)), x], object), "29999", "x"),
     "objects in objects": (
-        lambda: np.array([Linked(k) for k in range(60)], object),
-        lambda: np.array([Linked(k) for k in [*range(59), 7]], object),
+        lambda last: np.array([Linked(k) for k in [*range(59), last]], object),
+        59,
+        7,
     ),
-    "records": (
-        lambda: np.array([(1, "a")], dtype=[("n", int), ("o", object)]),
-        lambda: np.array([(1, "b")], dtype=[("n", int), ("o", object)]),
-    ),
-    "one record": (
-        lambda: np.array([(1, "a")], dtype=[("n", int), ("o", object)])[0],
-        lambda: np.array([(1, "b")], dtype=[("n", int), ("o", object)])[0],
-    ),
-    "times": (lambda: np.arange(0, 5, dtype="M8[s]"), lambda: np.arange(1, 6, dtype="M8[s]")),
-    "time": (lambda: np.datetime64(3, "s"), lambda: np.datetime64(4, "s")),
-    "references": (Linked, lambda: Linked(2)),
-    "keys": (with_references, lambda: with_references(2)),
-    "tuples as keys": (lambda: {(0, 1): 2}, lambda: {(0, 2): 2}),
-    "in itself": (looped, lambda: looped(1)),
+    "records": (record, "a", "b"),
+    "one record": (lambda cell: record(cell)[0], "a", "b"),
+    "times": (lambda begin: np.arange(begin, begin + 5, dtype="M8[s]"), 0, 1),
+    "time": (lambda n: np.datetime64(n, "s"), 3, 4),
+    "references": (Linked, 1, 2),
+    "keys": (with_references, 1, 2),
+    "tuples as keys": (lambda k: {(0, k): 2}, 1, 2),
+    "in itself": (looped, 0, 1),
 }
 
 
 def described(x):
-    found = Description()
-    found.add("x", x)
-    return found.leaves
+    description = Description()
+    description.add("x", x)
+    return description.leaves
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_and_references_are_known(name):
-    make, make_other = TABLES[name]
-    leaves = described(make())
-    assert leaves == described(make()) != described(make_other())
+    make, a, b = TABLES[name]
+    leaves = described(make(a))
+    assert leaves == described(make(a)) != described(make(b))
     assert not any("unknown" in text for text in [*leaves, *leaves.values()]), leaves
 
 
@@ -1125,13 +1131,12 @@ def test_a_run_whose_environment_has_a_table(tmp_path, caplog):
     gym.register("WithTable-v0", WithTable, kwargs=dict(table=table), max_episode_steps=50)
     options = dict(n_steps=16, n_envs=1, lanes=1, hidden=(4,))
     try:
-        run = start(tmp_path / "run", make_config("ppo", "WithTable-v0", options, steps=32, seed=0))
-        train(run, progress=False)
+        folder = trained(tmp_path / "run", "ppo", 32, options, "WithTable-v0", seed=0)
         caplog.clear()
-        train(resume(run.folder, steps=64), progress=False)
+        gone_on(folder, steps=64)
         assert "not as it was" not in caplog.text
         table.cells[2] = 2.5
-        train(resume(run.folder, steps=96), progress=False)
+        gone_on(folder, steps=96)
         assert "not as it was" in caplog.text and "table" in caplog.text
     finally:
         gym.registry.pop("WithTable-v0")
