@@ -22,6 +22,7 @@ from gallery import (
 
 from rollpipe.pipes.data.errors import WorkerError
 from rollpipe.pipes.data.nested import first_difference
+from rollpipe.results import ablation
 from rollpipe.results.ablation import Branch, _beside, _fork, ablate, equal_up_to
 from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start
@@ -192,6 +193,23 @@ def test_each_evaluation_counts_once(tmp_path):
     sums = [*means[2:9], means[9] + means[10]]
     assert len(means) == 11
     assert course(run, "eval_return_mean", 2, 8).tolist() == [sums, [1] * 7 + [2]]
+
+
+@pytest.mark.slow
+def test_branches_are_evaluated_only_for_a_metric_of_evaluations(tmp_path, monkeypatch):
+    evaluated = dict(eval_every="64 steps", eval_episodes=1, final_episodes=1)
+    run = trained(tmp_path / "run", steps=160, **evaluated).folder
+
+    def untrained(commands, jobs):
+        raise WorkerError("no branch is trained")
+
+    monkeypatch.setattr(ablation, "run_all", untrained)
+    interval = load_run(run).config["eval_every"]
+    for metric, expected in (("entropy", 0), ("eval_return_mean", interval)):
+        out = tmp_path / metric
+        with pytest.raises(WorkerError, match="no branch is trained"):
+            ablate(run, [2], dict(clip=[0.1]), updates=2, metric=metric, out=out)
+        assert [load_run(x).config["eval_every"] for x in out.glob("at2-*")] == [expected] * 2
 
 
 # -- interruptions and errors ------------------------------------------------------------------------------------------

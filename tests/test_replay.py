@@ -651,12 +651,15 @@ def test_a_full_memory_is_warm_though_not_all_of_its_rows_are_steps():
 
 @pytest.mark.parametrize("more", [dict(n_batches=2), dict(samples_per_step=0.1)])
 def test_a_memory_in_which_no_segment_fits_is_told(more):
-    about = options(n_envs=8, length=40, capacity=280, n_batches=1) | more
+    about = options(n_envs=8, length=40, capacity=256, n_batches=1) | more
     pipe = replayed(Counting, Plain(), **about)
-    told = "Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280"
+    n_rows = []
+    told = "Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 256"
     with pytest.raises(DataError, match=told):
         for item in islice(pipe, 20):
+            n_rows.append(item.memory.store.ring.next_serial)
             list(item.samples)
+    assert n_rows[-1] + 64 == 2 * 256  # the next item of 64 steps is refused
 
 
 def test_agents_that_rest_for_long_are_no_error():

@@ -509,7 +509,6 @@ class Context:
     """
 
     def __init__(self, plan: FragmentCollector):
-        self.plan = plan
         self._interaction = plan.pipe.interact()
         try:
             self._fragments = plan.stream(self._interaction.start().ticks())
