@@ -30,7 +30,7 @@ from command_line import (
     wait_for,
 )
 from forked import Forked
-from gallery import quietly, refused
+from gallery import check_same, quietly, refused
 from recordings import recorded
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -422,6 +422,24 @@ def test_a_run_that_goes_on_keeps_its_options(words, run, capsys):
     option = "--gamma" if "--gamma" in words else words.split()[0]
     told = f"a run that goes on keeps its options, so {option} cannot stand beside --resume"
     assert told in error_of(capsys, f"train --resume {run} {words}")
+
+
+@pytest.mark.slow_but_one
+@pytest.mark.parametrize("way", ["--continue", "--resume"])
+def test_a_run_goes_on_with_other_options_on_which_no_number_depends(way, tmp_path, monkeypatch):
+    "Its numbers are those of a run without an interruption; what is not typed, stays."
+    monkeypatch.chdir(tmp_path)
+    begin = f"train trpo CartPole-v1 {SMALL_LINE} --lanes 2 --out run"
+    words = f"{begin} --continue" if way == "--continue" else f"train --resume run {QUIET}"
+    free = dict(workers=2, checkpoint_every=1, restarts=3)
+    assert rollpipe(f"{begin} --steps 256") == 0
+    assert rollpipe(f"{words} --steps 512 --workers 2 --checkpoint-every 1 --restarts 3") == 0
+    assert load_run("run").history[-1] == dict(event="extended", at=1, set=dict(free, steps=512))
+    assert rollpipe(f"{words} --steps 768 --workers 0") == 0
+    assert config_at("run", math.inf) == {**config_at("run", 0), **free, "workers": 0, "steps": 768}
+
+    assert rollpipe(f"{begin.replace('--out run', '--out whole')} --steps 768") == 0
+    check_same(tmp_path / "run", tmp_path / "whole")
 
 
 def test_graph_draws_what_train_would_run(capsys):

@@ -227,7 +227,7 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
     told = "has other options. Expected the same, or another folder, got "
     for more, difference in {
         "--lr 0.75": "lr=0.25 instead of 0.75.\n",
-        "--preset CartPole-v1": "checkpoint_every=3 instead of ",
+        "--preset CartPole-v1": "gamma=0.5 instead of 0.0, lr=0.25 instead of 1.0.\n",
     }.items():
         err = error_of(capsys, f"{words} --continue --steps 600 {more}")
         assert told + difference in err

@@ -415,6 +415,23 @@ if __name__ == '__main__':
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_without_a_guard_ends_with_one_message(method, tmp_path):
+    "Its workers import it as well, and would each say at length that they cannot start processes."
+    source = f"""
+from toys import Counting, Plain
+from rollpipe.pipes import ProcessReading, rollouts
+from rollpipe.pipes.graph.torchdata import DataLoader2
+
+pipe = rollouts(lambda: Counting([(3, 'term')]), Plain(), n_steps=4, lanes=2, seed=0)
+next(iter(DataLoader2(pipe, reading_service=ProcessReading(2, start_method='{method}'))))
+"""
+    code, out, err = done(script(tmp_path, source))
+    assert (code, out, err.count("Traceback")) == (1, "", 1)
+    assert "ended with exit code 1 while it was started. Expected" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_a_notebook(tmp_path):
     "Cells have no file; their classes and lambdas go to spawned workers all the same, without a guard."
     code, out, err = done(

@@ -630,11 +630,15 @@ def test_priorities_that_are_none_are_refused():
     memory = ReplayMemory(100, prioritized=True)
     with pytest.raises(DataError, match="index < 0"):
         memory.prioritize([0], [1.0])
+    memory.prioritize(torch.arange(0), torch.zeros(0))
     memory.add(collected()[0])
-    for errors in ([float("nan")], [float("inf")], [1.0, 2.0]):
+    memory.prioritize(torch.arange(0), torch.zeros(0))
+    with pytest.raises(DataError, match=r"Expected integers 0 <= index < 8, got float64 \[0\]"):
+        memory.prioritize([], [])
+    for errors in ([float("nan")], [float("inf")], [1.0, 2.0], [], [None], ["1"]):
         with pytest.raises(DataError, match="not absolute TD errors"):
             memory.prioritize([0], errors)
-    for index in ([-1], [8], torch.zeros(1)):
+    for index in ([-1], [8], torch.zeros(1), ["0"]):
         with pytest.raises(DataError, match="integers 0 <= index < 8"):
             memory.prioritize(index, [1.0])
     memory.prioritize([0], torch.ones(1, dtype=torch.bfloat16))

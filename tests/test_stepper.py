@@ -1,5 +1,6 @@
 """The stepper: sources of environments, ticks, what is recorded, and what the actor and the environments may do to it."""
 
+import re
 from functools import partial
 from itertools import islice
 
@@ -357,3 +358,35 @@ def test_a_recurrent_state_may_begin_at_a_parameter_that_is_learned(way, workers
         [5 + 1, 7 + 1],
         [6 + 1, 8 + 1],
     ]
+
+
+class Outside(gym.Env):
+    "Its first observation has a number above the bound."
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, high):
+        self.observation_space = Dict(x=Box(0, high, (2,)), n=Box(0, 255, (3,), np.uint8))
+
+    def reset(self, *, seed=None, options=None):
+        return dict(x=f32(0, 9), n=np.uint8([0, 1, 255])), {}
+
+    def step(self, action):
+        return *self.reset()[:1], 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    "high, kind",
+    [(7, lambda make: make), (8, lambda make: lambda: gym.vector.SyncVectorEnv([make] * 2))],
+)
+def test_a_first_observation_outside_of_its_bounds_is_named_once(high, kind, caplog):
+    source = kind(partial(Outside, high))
+    actor = CategoricalPolicy.for_env(partial(Outside, high))
+    for _ in range(2):
+        assert ticks(source, actor, 1)[0].next.obs["x"][0].tolist() == [0, 9]
+    (message,) = caplog.messages
+    assert re.fullmatch(
+        r"EnvStepper, lane 0, environment 0.*, leaf obs\['x'\]\[1\]: a first observation is outside.*"
+        rf" Expected 0\.0 \.\.\. {high}\.0, or other bounds, got 9\.0\.",
+        message,
+    )

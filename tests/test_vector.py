@@ -504,6 +504,7 @@ def doubled(shown):
         (lambda: SyncVectorEnv([Talking]), {}, ["['says']"]),
         ([Counting, vectorised], {}, ["a batch by itself", "environment 1"]),
         ([vectorised, Counting], {}, ["several sources"]),
+        (vectorised, dict(n_envs=1), ["n_envs=1", "as in the vector, or None"]),
         ("CartPool-v1", dict(vector="sync"), ["CartPole-v1"]),
         ("Acrobot-v1", dict(vector="vector_entry_point"), ["could not be made"]),
         (vectorised, dict(actor=Acts(doubled)), ["wrong action"]),

@@ -17,6 +17,7 @@ from gallery import (
     content,
     gone_on,
     in_a_process,
+    interrupted,
     killed_in,
     quietly,
     refused,
@@ -28,7 +29,7 @@ from recordings import recorded
 
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
 from rollpipe.pipes.data.errors import PipeError
-from rollpipe.runs import fork, resume, start, train
+from rollpipe.runs import fork, resume, start, train, training
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
@@ -302,3 +303,14 @@ def test_the_command_leaves_a_run_whose_data_have_moved(tmp_path):
     data.rename(tmp_path / "elsewhere")
     assert rollpipe(f"train --resume {run} --steps 960 {QUIET}") == 2
     assert content(run) == before
+
+
+def test_ctrl_c_counts_more_than_a_checkpoint_that_cannot_be_read(tmp_path, monkeypatch, caplog):
+    def unreadable(path):
+        raise OSError(5, "Input/output error")
+
+    trained(tmp_path / "run", steps=32)
+    monkeypatch.setattr(training, "load_checkpoint", unreadable)
+    interrupted(tmp_path / "run", at=2, steps=320)
+    (message,) = caplog.messages
+    assert "after 64 steps; its checkpoint cannot be read ([Errno 5] Input/output error)" in message

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
+import gymnasium as gym
 import torch
 from torch import Tensor
 
@@ -17,9 +18,11 @@ import rollpipe.ranks as ranks
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
+from ..pipes.envs.actions import form_of_space
 
 # %% auto #0
-__all__ = ['explained_variance', 'valid_rows', 'parameters_of', 'fit_critic', 'critic_inputs', 'check_apart', 'observations']
+__all__ = ['explained_variance', 'valid_rows', 'parameters_of', 'fit_critic', 'critic_inputs', 'check_apart',
+           'check_same_observations', 'observations']
 
 # %% ../../nbs/agents/04_critics.ipynb #92825df8
 def explained_variance(pred: Tensor, target: Tensor) -> float:
@@ -246,6 +249,27 @@ def check_apart(
             expected="a network of its own",
             got="a weight of the policy",
         )
+
+
+def check_same_observations(owner: Any, actor: Any, critic: Any) -> None:
+    """Raise `DataError` if actor and critic were made for the observations of other environments.
+
+    The critic may lack entries of the actor's observations. Nothing is compared if one of them has
+    no `observation_space`, or if the critic makes its inputs itself (see `critic_inputs`).
+    """
+    of_actor = getattr(actor, "observation_space", None)
+    of_critic = getattr(critic, "observation_space", None)
+    if not isinstance(of_actor, gym.Space) or not isinstance(of_critic, gym.Space):
+        return
+    fits = form_of_space(of_critic).items() <= form_of_space(of_actor).items()
+    if fits or hasattr(critic, "inputs"):
+        return
+    raise DataError(
+        f"{type(owner).__name__}: the critic was made for other observations than the actor",
+        leaf="critic.observation_space",
+        expected=f"that of the actor, {of_actor}",
+        got=str(of_critic),
+    )
 
 
 def observations(batch: Fragment) -> Any:

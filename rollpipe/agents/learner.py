@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import rollpipe.ranks as ranks
 from rollpipe.agents.critics import (
+    check_same_observations,
     critic_inputs,
     explained_variance,
     fit_critic,
@@ -247,6 +248,7 @@ class LearnerState(Changing):
                 expected="a torch.nn.Module, or None",
                 got=describe(critic),
             )
+        check_same_observations(self, actor, critic)
 
         # Check the options, and make the other parts of the state.
         self.plan()

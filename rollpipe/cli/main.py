@@ -50,7 +50,7 @@ __all__ = ['COMMON', 'USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
 
 # %% ../../nbs/cli/00_main.ipynb #93f34478
 # Names of the options of every command that builds a training
-COMMON = ("steps", "device", "workers", "address")
+COMMON = ("steps", "device", "workers", "address", "checkpoint_every", "restarts")
 
 
 def add_algorithms(
@@ -150,7 +150,8 @@ def _add_folders(parser):
 # Options of a command that makes runs, which the others lack
 _OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard --wandb".split()
 # Options that `train` takes beside `--resume`
-_OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
+_OF_A_RESUME = [f"--{name.replace('_', '-')}" for name in COMMON]
+_OF_A_RESUME += ["--quiet", "--tensorboard", "--wandb"]
 
 
 def _add_commands_for_runs(command, declared):

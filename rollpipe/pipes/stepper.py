@@ -177,6 +177,7 @@ class EnvStepper(Acting, Seeded, Source):
         "Set the factories of the environments. Without factories, they come from a pipe."
         self.factories = []
         self.n_envs = n_envs
+        self.n_asked = n_envs  # the number of environments that the batch must have; None: any
         self.env_kwargs = env_kwargs
         if vector is not None:
             width = 1 if n_envs is None else n_envs
@@ -185,6 +186,7 @@ class EnvStepper(Acting, Seeded, Source):
             self.factories = env_sources(source, n_envs, env_kwargs)
         else:
             self.pipe = source
+            self.n_asked = None  # `n_envs` is the number of items of the pipe
 
         # Factories know how many environments they make. A pipe does not, so a given number is
         # checked. The error names the class, because the `repr` of this pipe needs an actor, which
@@ -235,7 +237,7 @@ class EnvStepper(Acting, Seeded, Source):
             seed: seed of the whole batch
             items: iterator of the pipe of environments, if there is one
         """
-        where = dict(pipe=type(self).__name__, lane=self.lane)
+        where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
         factories = self._factories(items, **where)
 
         envs = env_batch(
@@ -249,6 +251,16 @@ class EnvStepper(Acting, Seeded, Source):
             episode_seeds=self.episode_seeds,
             **where,
         )
+
+        # Only now it is known whether a factory makes a vector, which has a number of its own.
+        if self.n_asked not in (None, len(envs)):
+            envs.close()
+            raise EnvError(
+                f"n_envs={self.n_asked}",
+                expected=f"n_envs={len(envs)}, as in the vector, or None",
+                env=factories[0].name,
+                **where,
+            )
 
         # Some vectors overwrite the last observations of an episode. Those that return copies of
         # their observations cannot do so, and need no check.

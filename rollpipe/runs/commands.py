@@ -73,6 +73,9 @@ TYPED_OPTIONS = [
     option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS
 ]
 
+# Options on which no number depends, so a run that goes on may get other values of them.
+_FREE = ("workers", "checkpoint_every", "restarts")
+
 
 class UsageError(Exception):
     "The parts of the command line do not fit together."
@@ -168,13 +171,15 @@ def _run_for(args, launch, configured):
         return start(folder, config, args.overwrite)
 
     # The run in the folder. Its edits may have changed its steps, which then count, unless the
-    # command line asks for another number of them.
+    # command line asks for another number of them. The same holds for the options in `_FREE`.
     newest = load_run(folder)
     stopped = newest.history.stopped
     is_as_before = earlier.config["steps"] == config["steps"]
     steps = newest.config["steps"] if is_as_before else config["steps"]
+    asked = [name for name in _FREE if config.origin(name) in ("typed", "file")]
+    free = {name: config[name] for name in asked if config[name] != earlier.config[name]}
     if not is_complete(folder, newest._replace(config={**newest.config, "steps": steps})):
-        return resume(folder, None if stopped else steps)  # a run that was stopped stays so
+        return resume(folder, None if stopped else steps, **free)  # a run that was stopped stays so
     why = f", and was stopped: {stopped}" if stopped else ""
     print(f"{folder} is complete, with {format_number(earlier.counters['steps'])} steps{why}")
     return None
@@ -193,9 +198,11 @@ def default_folder(config: dict) -> Path:
 def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoint | None:
     """The newest checkpoint of the run in a folder, None if there is no run.
 
-    The configuration of the run must be the required one. Only the number of steps and the versions
-    of packages may differ. Unless a preset was typed, options from presets may differ, too, and the
-    run keeps its values.
+    The configuration of the run must be the required one. Only the number of steps, options on
+    which no number depends, and the versions of packages may differ. Unless a preset was typed,
+    options from presets may differ, too, and the run keeps its values.
+
+    The configuration of the result is the one for which the user has asked so far.
 
     Args:
         folder: folder of the run
@@ -217,14 +224,14 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
             expected=f"rollpipe train --resume {folder}, or another folder",
         )
 
-    # The configuration for which the user had asked, with the steps of the newest extension
-    request = read_request(folder)
-    extensions = [x["set"]["steps"] for x in checkpoint.history.named("extended")]
-    steps = extensions[-1] if extensions else request["steps"]
-    then = Resolved({**request, "steps": steps})
+    # The configuration for which the user had asked: the request, and what resumes have set since
+    then = Resolved(read_request(folder))
+    for event in checkpoint.history.named("resumed", "extended"):
+        changes = {name: x for name, x in event["set"].items() if name in ("steps", *_FREE)}
+        then = then.having(**changes)
 
     # The options that may differ
-    free = {"preset"}
+    free = {"preset", *_FREE}
     if not is_exact or then["steps"] <= config["steps"]:
         free.add("steps")
     if config.origin("preset") != "typed":

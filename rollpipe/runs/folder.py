@@ -633,6 +633,8 @@ def resume(
     device: str | None = None,
     workers: int | None = None,
     address: str | None = None,
+    checkpoint_every: int | None = None,
+    restarts: int | None = None,
 ) -> Run:
     """Continue a run from its checkpoint. `train` trains the run that is returned.
 
@@ -651,6 +653,8 @@ def resume(
         workers: number of worker processes, which changes no number; None: as before
         address: address of a Ray cluster; None: as before, if this process has named it, see
             `name_address`
+        checkpoint_every: updates between checkpoints; None: as before
+        restarts: how often a lost worker is replaced; None: as before
 
     Raises:
         DataError: the run is complete, or an option cannot have its value
@@ -660,7 +664,14 @@ def resume(
     folder = folder_of(folder).absolute()
     has_locked = path.exists() and lock(folder)
     try:
-        options = dict(steps=steps, device=device, workers=workers, address=address)
+        options = dict(
+            steps=steps,
+            device=device,
+            workers=workers,
+            address=address,
+            checkpoint_every=checkpoint_every,
+            restarts=restarts,
+        )
         options = {name: x for name, x in options.items() if x is not None}
         return _resumed(path, folder, options)
     except BaseException:

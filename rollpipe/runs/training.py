@@ -17,7 +17,7 @@ import rollpipe.ranks as ranks
 from ..agents.checkpoint import load_checkpoint
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeInfos, EpisodeReturns, added
 from ..agents.shared_options import seconds_of
-from ..pipes.data.errors import DataError, WorkerError
+from ..pipes.data.errors import DataError, PipeError, WorkerError
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
@@ -508,7 +508,11 @@ def _train_to_edit(
 def interruption(run: Run) -> str:
     "What a message says about a run that was interrupted: how many steps it made and has saved."
     steps = run.counters["steps"]
-    saved_steps = load_checkpoint(run.checkpoint).counters["steps"]
+    try:
+        saved_steps = load_checkpoint(run.checkpoint).counters["steps"]
+    except (OSError, PipeError) as e:
+        # This error must not replace the interruption, so it becomes a part of the message.
+        return f"interrupted after {steps} steps; its checkpoint cannot be read ({e})"
     after = "" if saved_steps == steps else f" after {saved_steps}"
     return f"interrupted after {steps} steps and saved{after}"
 

@@ -29,7 +29,7 @@ from rollpipe.pipes.engines.reactions import (
     TorchEngine,
     as_input,
 )
-from ..envs.actions import in_containers, single_spaces
+from ..envs.actions import form_of_space, in_containers
 from ..envs.batch import Batch
 from ..envs.factories import space_spec
 from ..graph.modules import EvalMode, modules_in
@@ -176,22 +176,10 @@ def check_spaces(actor: Any, envs: Batch) -> None:
     those of the environments. An actor with fewer choices would never take some of their actions.
     Bounds may differ. An actor without spaces is accepted.
     """
-
-    def facts(space):
-        "What must be equal in two spaces that are no containers."
-        choices = [getattr(space, name, 0) for name in ("n", "nvec", "start")]
-        sizes = [np.asarray(x).tolist() for x in choices]
-        return space.shape, np.dtype(space.dtype).kind, sizes
-
-    def form(space):
-        "What must be equal in two spaces: the paths and the facts of the spaces in them."
-        parts = single_spaces(space)
-        return nested.paths(parts), list(map(facts, nested.leaves(parts)))
-
     for name in ("action_space", "observation_space"):
         space = getattr(actor, name, None)
         env_space = getattr(envs, name)
-        if not isinstance(space, gym.Space) or form(space) == form(env_space):
+        if not isinstance(space, gym.Space) or form_of_space(space) == form_of_space(env_space):
             continue
         raise ActorError(
             f"{type(actor).__name__} was made for other {name.removesuffix('_space')}s",

@@ -6,10 +6,12 @@
 __all__ = ['Row', 'arrays_of', 'Rows', 'read_obs', 'put_obs', 'last_obs', 'Outcome', 'Played', 'played', 'Batch']
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #4ab81b7e
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 import optree
 import torch
@@ -25,8 +27,12 @@ from rollpipe.pipes.envs.actions import (
     env_failure,
     in_containers,
     refuse_pair,
+    single_spaces,
 )
 from .factories import space_spec
+
+_log = logging.getLogger("rollpipe")
+_outside: set[str] = set()  # spaces of which a warning has said that an observation is outside
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #88e06269
 class Row(NamedTuple):
@@ -637,6 +643,7 @@ class Batch:
     def _begin(self, row):
         "Complete and check the row of a reset."
         self._check_obs(row)
+        self._warn_of_bounds(row)
         row.rew[:] = 0
         row.stepno[:] = 0
         row.fin[:] = True
@@ -649,6 +656,31 @@ class Batch:
         culprit = self._range_check.find(row.leaves) if self._range_check.parts else None
         if culprit is not None:
             self.refuse(*culprit)
+
+    def _warn_of_bounds(self, row):
+        "Log a warning about a first observation outside of its `Box`, once for each `Box`."
+        spaces = nested.items(single_spaces(self.observation_space), "obs")
+        for (leaf, space), x in zip(spaces, row.leaves):
+            if not isinstance(space, gym.spaces.Box):
+                continue
+            is_outside = (x < space.low) | (x > space.high)
+            once = f"{leaf} in {space}"
+            if not is_outside.any() or once in _outside:
+                continue
+
+            # The first number that is outside: its environment, and its place in the observation
+            _outside.add(once)
+            at = tuple(np.argwhere(is_outside)[0].tolist())
+            warning = EnvError(
+                "a first observation is outside of its bounds; it is used as it is",
+                env=self.name(at[0]),
+                leaf=f"{leaf}{[*at[1:]] or ''}",
+                expected=f"{space.low[at[1:]]} ... {space.high[at[1:]]}, or other bounds",
+                got=str(x[at]),
+                **self.where,
+            )
+            # Of several workers that send this to their parent, it logs one, see `ToParent`.
+            _log.warning("%s", warning, extra=dict(once=once))
 
     def _check_final(self, final):
         "Raise `EnvError` if a true last observation is outside of its space."

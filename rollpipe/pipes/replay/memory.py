@@ -364,21 +364,23 @@ def checked_errors(index: Any, td_abs: Any, end: int, pipe: Any) -> tuple:
         td_abs = td_abs.float()  # numpy has no bfloat16
     td_abs = _array(td_abs)
     index = _array(index)
-    are_errors = np.isfinite(td_abs) & (td_abs >= 0)
-    if td_abs.shape != index.shape or not are_errors.all():
+    are_numbers = td_abs.dtype.kind in "biuf"
+    are_errors = are_numbers and bool((np.isfinite(td_abs) & (td_abs >= 0)).all())
+    if td_abs.shape != index.shape or not are_errors:
         raise DataError(
             "not absolute TD errors",
             pipe=pipe,
             expected=f"finite numbers >= 0, {list(index.shape)}",
             got=td_abs,
         )
-    is_outside = (index < 0) | (index >= end)
-    if index.dtype.kind not in "iu" or is_outside.any():
+    are_integers = index.dtype.kind in "iu"
+    is_inside = are_integers and bool(((index >= 0) & (index < end)).all())
+    if not is_inside:
         raise DataError(
             "not an index of a sample",
             pipe=pipe,
             expected=f"integers 0 <= index < {end}",
-            got=f"{index.dtype}, {index.min()} ... {index.max()}",
+            got=f"{index.dtype}, {index.min()} ... {index.max()}" if are_integers else index,
         )
     return index, td_abs
 
@@ -598,6 +600,8 @@ class ReplayMemory:
             raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
         end = 0 if self.store is None else self.store.ring.next_serial
         index, td_abs = checked_errors(index, td_abs, end, self)
+        if self.store is None:
+            return  # it holds no steps yet, so there are no indices either
         in_ring = index >= self.store.ring.oldest
         slot = self.store.ring.slot(index[in_ring])
         self.sampler.prioritize(slot, td_abs[in_ring].astype(np.float64) + 1e-6)

@@ -358,6 +358,11 @@ def _start_process(context, name, function, shared, args, threads, cores) -> tup
     try:
         process.start()
     except Exception as e:
+        # A script without `if __name__ == "__main__":` starts processes in each of its workers,
+        # too, while they import it. They end in silence, because the parent names the cause.
+        imports_main = "__mp_main__" in sys.modules and multiprocessing.parent_process() is None
+        if imports_main:
+            raise SystemExit(1) from None
         raise WorkerError(f"{name} cannot be started: {type(e).__name__}: {e}") from e
     finally:
         theirs.close()
