@@ -19,10 +19,13 @@ from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import (
     CheckpointError,
     EnvError,
+    FragmentCollector,
     Lanes,
+    Pipe,
     ProcessReading,
     on_policy,
     replayed,
+    with_rewards,
 )
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping.files import decode, encode
@@ -291,6 +294,49 @@ def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
         agent.update(next(loader))
         saved(path, loader, agent, 1)
     refused("lag=None", go_on, path, ppo, 2)
+
+
+class Forgetful(Pipe):
+    "Draws from a generator of its own, which `keep` does not hold."
+
+    reads = 1
+
+    def __init__(self, pipe):
+        super().__init__(pipe)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def stream(self, items):
+        for fragment in items:
+            factor = torch.rand((), generator=self.noise)
+            yield with_rewards(fragment, fragment.state.rew * factor)
+
+
+class Remembering(Forgetful):
+    def stream(self, items):
+        self.keep(noise=self.noise)
+        yield from super().stream(items)
+
+
+@pytest.mark.parametrize("place, workers", [(Lanes, 0), (FragmentCollector, 0), (Lanes, 1)])
+def test_a_pipe_with_state_that_keep_does_not_hold_is_named(place, workers, tmp_path, caplog):
+    forgetful = partial(ppo, edits=[Forgetful.inserter(after=place)])
+    refused("Forgetful: the attribute `noise` changes", go_on, tmp_path / "run", forgetful, 2)
+    assert not (tmp_path / "run").exists()
+
+    pipe, agent = forgetful()
+    with resumed(tmp_path / "run", pipe, agent, ProcessReading(workers), exact=False) as (
+        batches,
+        _,
+    ):
+        for update in (1, 2):
+            agent.update(next(batches))
+            saved(tmp_path / "run", batches, agent, update)
+    assert caplog.text.count("the attribute `noise` changes") == 1
+
+
+def test_a_generator_that_keep_holds_goes_on(tmp_path):
+    make = partial(ppo, edits=[Remembering.inserter(after=Lanes)])
+    check_parts(tmp_path, make, (2, 4), (0, 0))
 
 
 @pytest.mark.slow
