@@ -150,6 +150,7 @@ def test_a_lagging_stream_goes_on_and_another_lag_is_refused(tmp_path):
     whole, weights = go_on(tmp_path / "whole.safetensors", ppo, 5, 1, lag=1)
     first, _ = go_on(path, ppo, 2, 2, lag=1)
     refused("lag=1 when it was saved, and now 0", go_on, path, ppo, 5, 2)
+    refused(r"and now 0 \(without workers the lag is always 0", go_on, path, ppo, 5, 0)
     rest, found = go_on(path, ppo, 5, 1, lag=1)
     assert_equal((whole, weights), (first + rest, found))
 

@@ -57,10 +57,15 @@ def _our_own():
     return vars(loader)
 
 
-def _releasing_loader(base):
+def _releasing_loader(base, in_process):
     """A subclass of the loader `base` whose `shutdown` closes an unfinished stream.
 
-    Its constructor and its `__iter__` raise `GraphError` if the graph is too long for Python.
+    Its constructor and its `__iter__` raise `GraphError` if the graph is too long for Python. A
+    loader without a reading service gives no seeds, so its `seed` gives it one.
+
+    Args:
+        base: the loader of torchdata, or rollpipe's own
+        in_process: class of the reading service that runs a graph in this process
     """
 
     class DataLoader2(base):
@@ -75,6 +80,12 @@ def _releasing_loader(base):
         def __iter__(self):
             with _short_enough():
                 return super().__iter__()
+
+        @wraps(base.seed)
+        def seed(self, seed):
+            super().seed(seed)
+            if self.reading_service is None:
+                self.reading_service = in_process()
 
         def shutdown(self):
             super().shutdown()
@@ -142,7 +153,7 @@ def __getattr__(name):
     for cls in _services:
         names["ReadingServiceInterface"].register(cls)
     lazy = {lazy_name: names[lazy_name] for lazy_name in _LAZY}
-    lazy["DataLoader2"] = _releasing_loader(lazy["DataLoader2"])
+    lazy["DataLoader2"] = _releasing_loader(lazy["DataLoader2"], lazy["InProcessReadingService"])
     globals().update(lazy)
     return lazy[name]
 
