@@ -694,6 +694,16 @@ def lacks_a_row():
     return Edited(collector(), lambda f: dict(adv=f.state.rew))
 
 
+@broken(check_pipe, "FRAGMENT_SHAPES")
+def has_an_array():
+    return Edited(collector(), lambda f: dict(adv=f.state.rew[1:].numpy()))
+
+
+@broken(check_pipe, "FRAGMENT_SHAPES")
+def has_a_double():
+    return Edited(collector(), lambda f: dict(adv=f.state.rew[1:].double()))
+
+
 @broken(check_pipe, "FRAGMENT_TERM")
 def terminates_in_between():
     return Edited(collector(), lambda f: dict(term=~f.state.fin))

@@ -44,7 +44,7 @@ PIPE_RESUMABLE = (
 )
 FRAGMENT_SHAPES = (
     "state and term have T+1 rows and B columns, valid, adv and ret T rows; lane, seq and "
-    "version [B]"
+    "version [B]; all are tensors with the dtypes of `Fragment`"
 )
 FRAGMENT_TERM = "where term is set, state.fin is set"
 FRAGMENT_FINAL = "final has one row for each truncated valid step, and rows of ended steps only"
