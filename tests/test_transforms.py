@@ -631,10 +631,15 @@ def test_two_sources_with_the_same_lane_are_refused(pipe):
     )
     mixed = [f for both in zip(one, other) for f in both]
     with pytest.raises(
-        DataError, match="two sources have the same lane.*seq >= .*one `Lanes` for all"
+        DataError, match="two sources have the same lane.*seq >= .*`Lanes` for each of them"
     ):
         for _ in pipe(IterableWrapper(mixed)):
             pass
+
+    # What the message advises
+    renumbered = [f._replace(lane=f.lane + 1) for f in other]
+    both = [f for pair in zip(one, renumbered) for f in pair]
+    assert len(list(pipe(IterableWrapper(both)))) == 12
 
 
 @pytest.mark.parametrize("joined", [1, 2, 3])

@@ -265,8 +265,9 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
         lane=lane,
         leaf="seq",
         got=f"seq={seq}",
-        expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane "
-        "numbers",
+        expected=f"seq >= {expected}; for sources that are mixed, `Lanes` for each of them, and other "
+        "lane numbers in the second: `.map(other)`, where `def other(f): return "
+        "f._replace(lane=f.lane + n)`, and `n` is the number of lanes of the first",
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
