@@ -466,7 +466,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
 
     Raises:
         TypeError: `pipe` is not an IterDataPipe; or, at the first item, `stream` neither yields nor
-            returns an iterator.
+            returns an iterator, or `__init__` has not called `super().__init__(pipe)`.
     """
 
     # the reason that the error of `len` gives
@@ -525,9 +525,12 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         try:
             counted = chain(watch.counted(items), items) if may_starve else items
             stream = self.stream(counted, **options)
-            if not hasattr(stream, "__iter__"):
+            # A fragment is a tuple, so its fields could be iterated.
+            is_item = isinstance(stream, (tuple, dict, torch.Tensor))
+            if is_item or not hasattr(stream, "__iter__"):
+                returned = f"a {type(stream).__name__}" if is_item else repr(stream)
                 raise TypeError(
-                    f"{type(self).__name__}.stream returned {stream!r}. "
+                    f"{type(self).__name__}.stream returned {returned}. "
                     "Expected a generator, `for x in items: yield x`, or an iterator"
                 )
             stream = iter(stream)
@@ -557,6 +560,11 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
                 close(items)
 
     def _open(self):
+        if "pipe" not in vars(self):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} has no input. Expected `super().__init__(pipe)` in {name}.__init__"
+            )
         return opened(self.pipe)
 
     def __len__(self):

@@ -78,7 +78,7 @@ def _releasing_loader(base, in_process):
                 super().__init__(datapipe, *args, **kwargs)
 
         def __iter__(self):
-            with _short_enough():
+            with _short_enough(), _open_loader():
                 return super().__iter__()
 
         @wraps(base.seed)
@@ -103,6 +103,20 @@ def _short_enough():
         yield
     except RecursionError as e:
         raise too_long() from e
+
+
+@contextmanager
+def _open_loader():
+    "A block in which the error for a loader that is shut down says how to go on."
+    try:
+        yield
+    except RuntimeError as e:
+        if "shut down" not in str(e):
+            raise
+        raise RuntimeError(
+            f"{e}. An error in it, `shutdown` or the end of its `with` block did so. Make a new "
+            "`DataLoader2` of the same pipe"
+        ) from None
 
 
 def too_long() -> GraphError:
