@@ -265,8 +265,8 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
         lane=lane,
         leaf="seq",
         got=f"seq={seq}",
-        expected=f"seq >= {expected}; for sources that are mixed, `Lanes` for each of them, and other "
-        "lane numbers in the second: `.map(other)`, where `def other(f): return "
+        expected=f"seq >= {expected}; for sources that are mixed, `Lanes` for each of them, and "
+        "other lane numbers in the second: `.map(other)`, where `def other(f): return "
         "f._replace(lane=f.lane + n)`, and `n` is the number of lanes of the first",
     )
 

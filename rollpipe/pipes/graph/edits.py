@@ -689,6 +689,5 @@ def _checked(result, new, old):
         "the inserted pipe does not read from the pipe it was made from (`replace` would drop that "
         "one)",
         pipe=new,
-        expected=f"a pipe that reads {_label(old)}, which `super().__init__(pipe)` in its `__init__` "
-        "does",
+        expected=f"a pipe that reads {_label(old)}, by `super().__init__(pipe)` in its `__init__`",
     )
