@@ -318,7 +318,9 @@ class Remembering(Forgetful):
         yield from super().stream(items)
 
 
-@pytest.mark.parametrize("place, workers", [(Lanes, 0), (FragmentCollector, 0), (Lanes, 1)])
+@pytest.mark.parametrize(
+    "place, workers", [(Lanes, 0), (FragmentCollector, 0), (FragmentCollector, 1)]
+)
 def test_a_pipe_with_state_that_keep_does_not_hold_is_named(place, workers, tmp_path, caplog):
     forgetful = partial(ppo, edits=[Forgetful.inserter(after=place)])
     refused("Forgetful: the attribute `noise` changes", go_on, tmp_path / "run", forgetful, 2)
