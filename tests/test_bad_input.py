@@ -1419,3 +1419,13 @@ def test_a_run_is_asked_and_watched_without_the_modules_that_it_needs(run_of_a_m
     assert shown.count("--import") == 1  # for the drawing of the pipeline, which has to be built
     monkeypatch.delitem(ALGORITHMS, "ppo")  # as one that the module registers
     assert options_in(["keep=2", "lr=1e-4"], run_of_a_module) == dict(keep=2, lr=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_reward_that_is_too_large_for_float32_says_so():
+    def huge():
+        return gym.wrappers.TransformReward(gym.make("CartPole-v1"), lambda reward: 1e300)
+
+    pipe = EnvStepper(huge, MLPPolicy.for_env("CartPole-v1"))
+    with pytest.raises(EnvError, match=r"leaf rew.* got 1e\+300, which is not finite in float32"):
+        list(islice(pipe, 3))

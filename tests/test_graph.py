@@ -147,6 +147,12 @@ def test_new_pipe_that_holds_originals_gets_their_copies(pipe):
     assert list(edited) == [111, 114, 117]
 
 
+def test_a_pipe_is_no_function_that_makes_one(pipe):
+    for edit in (insert_after, insert_before):
+        with pytest.raises(TypeError, match="an edit needs a class or function.*got .*Add"):
+            edit(pipe, named("left"), Add(Source("a")))
+
+
 def test_insert(pipe):
     def make(old):
         return Add(old, 1000)

@@ -212,6 +212,13 @@ def test_the_calls_of_a_life(lib):
         iter(loader)
 
 
+def test_a_loader_that_is_shut_down_says_how_to_go_on():
+    loader = torchdata.DataLoader2(IterableWrapper([1]))
+    loader.shutdown()
+    with pytest.raises(RuntimeError, match="shut down.* Make a new `DataLoader2` of the same pipe"):
+        iter(loader)
+
+
 def test_an_iteration_begins_when_the_last_one_was_read(lib):
     "As long as nobody has read from an iteration, `iter` goes on with it."
     loader = lib.DataLoader2(Noted(2), reading_service=Service())

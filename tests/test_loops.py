@@ -19,10 +19,13 @@ from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import (
     CheckpointError,
     EnvError,
+    FragmentCollector,
     Lanes,
+    Pipe,
     ProcessReading,
     on_policy,
     replayed,
+    with_rewards,
 )
 from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping.files import decode, encode
@@ -147,6 +150,7 @@ def test_a_lagging_stream_goes_on_and_another_lag_is_refused(tmp_path):
     whole, weights = go_on(tmp_path / "whole.safetensors", ppo, 5, 1, lag=1)
     first, _ = go_on(path, ppo, 2, 2, lag=1)
     refused("lag=1 when it was saved, and now 0", go_on, path, ppo, 5, 2)
+    refused(r"and now 0 \(without workers the lag is always 0", go_on, path, ppo, 5, 0)
     rest, found = go_on(path, ppo, 5, 1, lag=1)
     assert_equal((whole, weights), (first + rest, found))
 
@@ -291,6 +295,51 @@ def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
         agent.update(next(loader))
         saved(path, loader, agent, 1)
     refused("lag=None", go_on, path, ppo, 2)
+
+
+class Forgetful(Pipe):
+    "Draws from a generator of its own, which `keep` does not hold."
+
+    reads = 1
+
+    def __init__(self, pipe):
+        super().__init__(pipe)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def stream(self, items):
+        for fragment in items:
+            factor = torch.rand((), generator=self.noise)
+            yield with_rewards(fragment, fragment.state.rew * factor)
+
+
+class Remembering(Forgetful):
+    def stream(self, items):
+        self.keep(noise=self.noise)
+        yield from super().stream(items)
+
+
+@pytest.mark.parametrize(
+    "place, workers", [(Lanes, 0), (FragmentCollector, 0), (FragmentCollector, 1)]
+)
+def test_a_pipe_with_state_that_keep_does_not_hold_is_named(place, workers, tmp_path, caplog):
+    forgetful = partial(ppo, edits=[Forgetful.inserter(after=place)])
+    refused("Forgetful: the attribute `noise` changes", go_on, tmp_path / "run", forgetful, 2)
+    assert not (tmp_path / "run").exists()
+
+    pipe, agent = forgetful()
+    with resumed(tmp_path / "run", pipe, agent, ProcessReading(workers), exact=False) as (
+        batches,
+        _,
+    ):
+        for update in (1, 2):
+            agent.update(next(batches))
+            saved(tmp_path / "run", batches, agent, update)
+    assert caplog.text.count("the attribute `noise` changes") == 1
+
+
+def test_a_generator_that_keep_holds_goes_on(tmp_path):
+    make = partial(ppo, edits=[Remembering.inserter(after=Lanes)])
+    check_parts(tmp_path, make, (2, 4), (0, 0))
 
 
 @pytest.mark.slow

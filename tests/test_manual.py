@@ -145,8 +145,9 @@ def test_a_single_environment_and_registered_ones():
         def reset(self, hx, at):
             return hx
 
-    with pytest.raises(ActorError, match=r"EnvStepper, lane 0, leaf act: wrong action"):
+    with pytest.raises(ActorError, match=r"EnvStepper, lane 0, leaf act: wrong action") as e:
         next(rollout(mine, Wrong(), 3))
+    assert "Expected integers or bools of shape [B] of Discrete(2), got float32" in str(e.value)
     mine.close()
 
 

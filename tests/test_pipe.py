@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from abc import abstractmethod
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
@@ -202,9 +203,38 @@ class Number(Pipe):
         return 3
 
 
+class ReturnsItsItem(Pipe):
+    "A fragment is a tuple, whose fields could be iterated."
+
+    def stream(self, items):
+        return with_a_name(next(items))
+
+
+with_a_name = namedtuple("Named", "value")
+
+
+class ForgetsSuper(Pipe):
+    def __init__(self, pipe):
+        pass
+
+    def stream(self, items):
+        yield from items
+
+
+def test_a_pipe_that_has_not_called_super_says_so():
+    with pytest.raises(TypeError, match=r"ForgetsSuper has no input. Expected `super\(\).__init__"):
+        next(iter(ForgetsSuper(IterableWrapper([1]))))
+
+
 @pytest.mark.parametrize(
     "cls, got",
-    [(ForgetsYield, "None"), (HasNoBody, "None"), (OfAMixin, "None"), (Number, "3")],
+    [
+        (ForgetsYield, "None"),
+        (HasNoBody, "None"),
+        (OfAMixin, "None"),
+        (Number, "3"),
+        (ReturnsItsItem, "a Named"),
+    ],
 )
 def test_a_stream_that_is_none_is_named_at_its_first_item(cls, got):
     source = () if cls is HasNoBody else (IterableWrapper([1, 2]),)

@@ -21,6 +21,7 @@ from rollpipe.pipes import (
     Pipe,
     PipeError,
     on_policy,
+    with_rewards,
 )
 from rollpipe.pipes.graph.torchdata import IterableWrapper, IterDataPipe
 from rollpipe.pipes.steps import Fragments, Steps
@@ -689,9 +690,69 @@ def says_it_is_longer():
     return Boasts(collector())
 
 
+class Twice(Pipe):
+    reads = 1
+
+    def stream(self, items):
+        for fragment in items:
+            yield fragment
+            yield fragment
+
+
+@broken(check_pipe, "PIPE_READS")
+def yields_twice():
+    return Twice(collector())
+
+
+class Nothing(Pipe):
+    def stream(self, items):
+        for _ in items:
+            yield None
+
+
+@broken(check_pipe, "PIPE_RUNS")
+def yields_none():
+    return Nothing(collector())
+
+
+class Rebinds(Pipe):
+    def stream(self, items):
+        kept = self.keep(n=0)
+        for fragment in items:
+            kept = dict(n=kept["n"] + 1)
+            yield with_rewards(fragment, fragment.state.rew * kept["n"])
+
+
+class Late(Pipe):
+    def stream(self, items):
+        kept = self.keep(n=0)
+        for fragment in items:
+            yield with_rewards(fragment, fragment.state.rew * kept["n"])
+            kept["n"] += 1
+
+
+@pytest.mark.parametrize(
+    "cls, advice",
+    [(Rebinds, "not a new dict"), (Late, "before the `yield`"), (Sums, "belongs into")],
+)
+def test_a_pipe_that_does_not_resume_is_told_why(cls, advice):
+    with pytest.raises(ContractError, match=f"^{cls.__name__} breaks 1 rule.*\n.*{advice}"):
+        check_pipe(lambda: cls(collector()))
+
+
 @broken(check_pipe, "FRAGMENT_SHAPES")
 def lacks_a_row():
     return Edited(collector(), lambda f: dict(adv=f.state.rew))
+
+
+@broken(check_pipe, "FRAGMENT_SHAPES")
+def has_an_array():
+    return Edited(collector(), lambda f: dict(adv=f.state.rew[1:].numpy()))
+
+
+@broken(check_pipe, "FRAGMENT_SHAPES")
+def has_a_double():
+    return Edited(collector(), lambda f: dict(adv=f.state.rew[1:].double()))
 
 
 @broken(check_pipe, "FRAGMENT_TERM")

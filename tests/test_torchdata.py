@@ -244,6 +244,20 @@ def assert_part_of(found, expected):
         assert_same(fragments, expected[lane][: len(fragments)])
 
 
+@pytest.mark.parametrize("service", [None, ProcessReading(0)])
+def test_a_seed_of_the_loader_reaches_the_lanes(service):
+    with DataLoader2(collect(2, None), reading_service=service) as loader:
+        loader.seed(3)
+        first, second, third = [list(islice(loader, 2)) for _ in range(3)]
+        loader.seed(3)
+        assert_same(list(islice(loader, 2)), first)
+    with DataLoader2(collect(2, None), reading_service=ProcessReading(1)) as loader:
+        loader.seed(3)
+        assert_same(list(islice(loader, 2)), first)
+        assert_same(list(islice(loader, 2)), second)
+    assert not torch.equal(second[0].state.obs, third[0].state.obs)
+
+
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize("n_workers, n_lanes", [(0, 2), (1, 2), (2, 1), (2, 4), (2, 3), (3, 5)])
 def test_torchs_workers_divide_the_lanes(n_workers, n_lanes, unheard):

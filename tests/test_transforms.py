@@ -559,11 +559,18 @@ def test_each_frame_is_stored_once():
 )
 def test_two_sources_with_the_same_lane_are_refused(pipe):
     "Each begins anew in its turn, as a lane does, but then goes on at a number that the other one has had."
-    sources = [Lanes(film([[(length, "trunc")]], 4), 1, seed=0) for length in (6, 7)]
-    mixed = [f for pair in islice(zip(*sources), 6) for f in pair]
-    text = "two sources have the same lane.*seq >= .*one `Lanes` for all"
+    one, other = (
+        list(islice(Lanes(film([[(length, "trunc")]], 4), 1, seed=0), 6)) for length in (6, 7)
+    )
+    mixed = [f for pair in zip(one, other) for f in pair]
+    text = "two sources have the same lane.*seq >= .*`Lanes` for each of them"
     with pytest.raises(DataError, match=text):
         list(pipe(IterableWrapper(mixed)))
+
+    # What the message advises
+    renumbered = [f._replace(lane=f.lane + 1) for f in other]
+    both = [f for pair in zip(one, renumbered) for f in pair]
+    assert len(list(pipe(IterableWrapper(both)))) == 12
 
 
 @pytest.mark.parametrize("joined", [1, 2, 3])

@@ -49,7 +49,7 @@ def check_batch(
 
     The batch must have the leaves in `needs`, and a valid row. In valid rows, observations,
     actions, rewards, advantages, value targets and log-probabilities must be finite, and so must
-    their squares.
+    their squares. All of these are tensors with `T` rows.
 
     Args:
         batch: the batch of an update
@@ -91,6 +91,15 @@ def check_batch(
     }
     for tree_name, tree in trees.items():
         for path, leaf in nested.items(tree, tree_name):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if not is_tensor or leaf.shape[:2] != batch.valid.shape:
+                raise DataError(
+                    "not a tensor of torch with one row for each step",
+                    pipe=name,
+                    leaf=path,
+                    expected=f"leading dimensions {[*batch.valid.shape]}",
+                    got=f"{type(leaf).__name__} {describe(leaf)}",
+                )
             index = _first_too_large(leaf, batch.valid)
             if index is None:
                 continue

@@ -250,6 +250,8 @@ def _why_not_exact(checkpoint: Checkpoint, pipe: Any, ordered: dict) -> str | No
         for name in ("lag", "order")
         if config[name] != ordered[name]
     ]
+    if changed and bool(config["workers"]) != bool(ordered["workers"]):
+        changed[-1] += " (without workers the lag is always 0, and the order canonical)"
     if checkpoint.stream is None:
         changed.append("it was saved when it had been stopped within a batch")
     return ", ".join(changed) or None

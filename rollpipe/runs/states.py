@@ -290,8 +290,8 @@ class Stream:
     def state(self) -> dict | None:
         """The state between two batches, as plain data; None if a resumed run begins new episodes.
 
-        If an environment cannot be kept any more, its error becomes the `reason`, and the result is
-        None from now on. Before the iteration begins, the result is the restored state.
+        If an environment or a pipe cannot be kept any more, its error becomes the `reason`, and the
+        result is None from now on. Before the iteration begins, the result is the restored state.
         """
         if self.pipe is None or self.reason:
             return self.restored
@@ -366,7 +366,7 @@ def newly_inexact(stream: Stream, before: str | None, is_exact: bool) -> str | N
         raise DataError(
             "the stream cannot go on exactly any more",
             leaf="exact",
-            expected="an environment that can be kept at any time",
+            expected="environments and pipes that can be kept at any time; or exact=False",
             got=stream.reason,
         )
     _log.warning(f"When this run is resumed, it will begin new episodes: {stream.reason}")

@@ -19,14 +19,14 @@ from ..pipes.data.errors import describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import check_final, check_shapes, check_stepno, check_term
 from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
-from ..pipes.graph.pipe import Pipe, unknown_states
+from ..pipes.graph.pipe import Pipe, trait, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from .contract import Report, same
 
 # %% auto #0
 __all__ = ['PIPE_MADE', 'PIPE_RUNS', 'PIPE_SEEDED', 'PIPE_BEGINS_ANEW', 'PIPE_COPIES', 'PIPE_ITEMS_KEPT', 'PIPE_CLOSES',
-           'PIPE_LENGTH', 'PIPE_RESUMABLE', 'FRAGMENT_SHAPES', 'FRAGMENT_TERM', 'FRAGMENT_FINAL', 'FRAGMENT_STEPNO',
-           'check_pipe']
+           'PIPE_LENGTH', 'PIPE_RESUMABLE', 'PIPE_READS', 'FRAGMENT_SHAPES', 'FRAGMENT_TERM', 'FRAGMENT_FINAL',
+           'FRAGMENT_STEPNO', 'check_pipe']
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #451bcfde
 PIPE_MADE = "make_pipe() makes an IterDataPipe"
@@ -42,9 +42,10 @@ PIPE_LENGTH = "len() is the number of items, or raises TypeError"
 PIPE_RESUMABLE = (
     "another pipe that gets the state goes on with the same items, or `not_kept` says why it cannot"
 )
+PIPE_READS = "with `reads = 1` a pipe yields one item for each that it reads"
 FRAGMENT_SHAPES = (
     "state and term have T+1 rows and B columns, valid, adv and ret T rows; lane, seq and "
-    "version [B]"
+    "version [B]; all are tensors with the dtypes of `Fragment`"
 )
 FRAGMENT_TERM = "where term is set, state.fin is set"
 FRAGMENT_FINAL = "final has one row for each truncated valid step, and rows of ended steps only"
@@ -109,15 +110,18 @@ def _check_length(report, pipe):
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
 class _From(Pipe):
-    "Leaves out the first `first` items, and calls `note()` for each item that it passes on."
+    """Passes on the items from number `first` to before `end` (None: all), and calls `note()` for
+    each of them.
+    """
 
-    def __init__(self, pipe: IterDataPipe, first: int, note: Callable):
+    def __init__(self, pipe: IterDataPipe, first: int, note: Callable, end: int | None = None):
         super().__init__(pipe)
         self.first = first
         self.note = note
+        self.end = end
 
     def stream(self, items):
-        for item in islice(items, self.first, None):
+        for item in islice(items, self.first, self.end):
             self.note()
             yield item
 
@@ -184,6 +188,7 @@ def _check_resumes(report, make, k, expected):
             weights = deepcopy(pipe.state_dict()) if hasattr(pipe, "load_state_dict") else None
             n_read = list(counts)
             next(stream, None)  # a further item must not change the state that was taken
+            state_after = pipe.get_state()
 
         pipe, _ = _with_inputs_from(make(), n_read)
         if weights is not None:
@@ -203,9 +208,47 @@ def _check_resumes(report, make, k, expected):
     if problems:
         report.add(
             PIPE_RESUMABLE,
-            f"after {k} items {problems[0]}. What {type(pipe).__name__} keeps from item to item "
-            "belongs into `self.keep(...)`",
+            f"after {k} items {problems[0]}. {_advice(type(pipe).__name__, state, state_after)}",
         )
+
+
+def _advice(name, state, state_after):
+    """What is probably wrong with a pipe that does not resume.
+
+    Args:
+        name: name of the pipe
+        state: its state at the cut; None: it keeps nothing
+        state_after: its state one item later
+    """
+    if state is None:
+        return f"What {name} keeps from item to item belongs into `self.keep(...)`"
+    if same(state, state_after):
+        return (
+            f"The dict that `self.keep(...)` returned does not change from item to item: change "
+            f"its values in place, not a new dict, and put all in it that {name} keeps"
+        )
+    return (
+        f"Change the dict that `self.keep(...)` returned before the `yield`, not after it, and put "
+        f"all in it that {name} keeps"
+    )
+
+
+def _check_reads(report, pipe, n):
+    "Compare the numbers of items that a pipe with `reads = 1` reads and yields."
+    if trait(pipe, "reads") != 1 or len(inputs(pipe)) != 1:
+        return
+    n_read = 0
+
+    def note():
+        nonlocal n_read
+        n_read += 1
+
+    # Its input ends after `n` items. The pipe may read ahead, so only the end is compared.
+    pipe = _insert_after(pipe, inputs(pipe)[0], partial(_From, first=0, note=note, end=n))
+    with report.demand(PIPE_READS), _open(pipe) as stream:
+        n_items = sum(1 for _ in islice(stream, 2 * n + 1))
+    detail = f"{n_read} items were read and {n_items} yielded"
+    report.check(PIPE_READS, n_items == n_read, detail)
 
 
 def _differs(a, b):
@@ -292,18 +335,26 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
         []
     """
     report = Report()
-    report.section(_check_pipe, report, make_pipe, n_items)
     name = getattr(make_pipe, "__name__", type(make_pipe).__name__)
+    pipe = report.section(_checked_pipe, report, make_pipe)
+    if pipe is not None:
+        report.section(_check_pipe, report, make_pipe, pipe, n_items)
+        is_unnamed = name == "<lambda>"
+        name = type(pipe).__name__ if is_unnamed else f"{type(pipe).__name__} of {name}"
     return report.close(name, raises)
 
 
-def _check_pipe(report, make_pipe, n):
-    "Run all checks."
+def _checked_pipe(report, make_pipe):
+    "The pipe that `make_pipe` makes."
     with report.demand(PIPE_MADE):
         pipe = make_pipe()
         if not isinstance(pipe, IterDataPipe):
             raise TypeError(f"got {describe(pipe)}")
+        return pipe
 
+
+def _check_pipe(report, make_pipe, pipe, n):
+    "Run all checks."
     # `copies` are the items as they were when the pipe yielded them.
     with report.demand(PIPE_RUNS):
         items = []
@@ -312,6 +363,10 @@ def _check_pipe(report, make_pipe, n):
             for item in islice(stream, n):
                 items.append(item)
                 copies.append(nested.snapshot(item))
+                if item is None:
+                    raise TypeError(
+                        f"item {len(items) - 1} is None; is a `yield` without its item?"
+                    )
     for k, (item, copy) in enumerate(zip(items, copies)):
         unchanged = same(item, copy)
         report.check(PIPE_ITEMS_KEPT, unchanged, f"item {k} changed while the next were made")
@@ -327,6 +382,7 @@ def _check_pipe(report, make_pipe, n):
         report.section(_check_stream, report, rule, make, n, copies)
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
+    report.section(_check_reads, report, make_pipe(), n)
 
     # Resuming is checked only if no rule is broken, because it needs equal streams.
     if not report.violations:

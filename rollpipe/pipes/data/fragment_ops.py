@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands',
            'continues', 'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'next_observations',
-           'next_observations_in_episode', 'transitions', 'with_rewards', 'env_rewards', 'check_shapes', 'check_stepno',
-           'check_term', 'check_final']
+           'next_observations_in_episode', 'transitions', 'with_rewards', 'env_rewards', 'check_tensors',
+           'check_shapes', 'check_stepno', 'check_term', 'check_final']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import nested
-from .errors import DataError
+from .errors import DataError, describe
 from .fragment import Final, Fragment
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #0cea6925
@@ -265,8 +265,9 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
         lane=lane,
         leaf="seq",
         got=f"seq={seq}",
-        expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane "
-        "numbers",
+        expected=f"seq >= {expected}; for sources that are mixed, `Lanes` for each of them, and "
+        "other lane numbers in the second: `.map(other)`, where `def other(f): return "
+        "f._replace(lane=f.lane + n)`, and `n` is the number of lanes of the first",
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
@@ -513,8 +514,37 @@ def _demand(mask, problem, leaf, got, row=0):
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #8a4d27e1
+# Path of a leaf -> its dtype; other leaves may have any
+_DTYPES = {
+    "state.stepno": torch.int64,
+    "state.rew": torch.float32,
+    **dict.fromkeys(("state.fin", "term", "valid"), torch.bool),
+    **dict.fromkeys(("adv", "ret"), torch.float32),
+    **dict.fromkeys(Fragment.COLUMNS, torch.int64),
+}
+
+
+def check_tensors(fragment: Fragment) -> None:
+    "Raise `DataError` unless every leaf is a tensor with the dtype of its field."
+    for field, tree in zip(Fragment._fields, fragment):
+        for path, x in nested.items(tree, field):
+            dtype = _DTYPES.get(path, getattr(x, "dtype", None))
+            if isinstance(x, torch.Tensor) and x.dtype == dtype:
+                continue
+            kind = str(_DTYPES.get(path, "")).removeprefix("torch.")
+            raise DataError(
+                "a leaf is no tensor of torch, or has another dtype",
+                leaf=path,
+                expected=f"a tensor {kind}".strip(),
+                got=f"{type(x).__name__} {describe(x)}",
+            )
+
+
 def check_shapes(fragment: Fragment) -> None:
-    "Raise `DataError` unless the leading dimensions of every leaf are those of its field."
+    """Raise `DataError` unless every leaf is a tensor with the dtype and the leading dimensions of
+    its field.
+    """
+    check_tensors(fragment)
     T, B = fragment.valid.shape
     lead_of: dict[str, tuple] = {"final": fragment.final.t.shape}
     lead_of |= dict.fromkeys(Fragment.ROWS, (T + 1, B))

@@ -247,11 +247,12 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
         nonlocal bounds
         is_array = isinstance(act, np.ndarray)
         if not is_array or act.shape[1:] != shape or act.dtype.kind not in kinds:
+            kind = "floats" if kinds == "f" else "integers or bools"
             raise ActorError(
                 "wrong action",
                 leaf=leaf,
                 got=describe(act),
-                expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}",
+                expected=f"{kind} of shape [B{''.join(f', {n}' for n in shape)}] of {space}",
             )
         if kinds == "f":
             # The sum of squares is a fast first check. It is infinite for huge finite actions too,

@@ -706,7 +706,9 @@ class Batch:
         # The product with zeros is 0 if all rewards are finite: 0 * inf and 0 * nan are nan.
         if np.vdot(row.rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(row.rew))[0][0])
-            self.refuse(b, "rew", rewards[b])
+            is_large = np.isinf(row.rew[b]) and np.isfinite(float(rewards[b]))
+            note = ", which is not finite in float32" if is_large else ""
+            self.refuse(b, "rew", f"{rewards[b]}{note}")
 
     def refuse(self, b: int, leaf: str, got: Any, space: Any = None) -> None:
         "Raise `EnvError` for a number that is not finite, or that is outside of its `space`."

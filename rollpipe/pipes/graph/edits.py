@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.errors import GraphError, signature_of
+from ..data.errors import GraphError, describe, signature_of
 from .torchdata import IterDataPipe, MapDataPipe
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #40afc90d
@@ -578,6 +578,10 @@ def _edited(pipe, old, make, readers=None):
     Returns:
         The last pipe of the new graph, the new pipe, and the copy of `old`.
     """
+    if not callable(make):
+        raise TypeError(
+            f"an edit needs a class or function, `old -> new pipe`, got {describe(make)}"
+        )
     memo = {}  # id of a pipe -> its copy
     originals = nodes(pipe)
     if readers is None:
@@ -685,5 +689,5 @@ def _checked(result, new, old):
         "the inserted pipe does not read from the pipe it was made from (`replace` would drop that "
         "one)",
         pipe=new,
-        expected=f"a pipe that reads {_label(old)}",
+        expected=f"a pipe that reads {_label(old)}, by `super().__init__(pipe)` in its `__init__`",
     )

@@ -57,10 +57,15 @@ def _our_own():
     return vars(loader)
 
 
-def _releasing_loader(base):
+def _releasing_loader(base, in_process):
     """A subclass of the loader `base` whose `shutdown` closes an unfinished stream.
 
-    Its constructor and its `__iter__` raise `GraphError` if the graph is too long for Python.
+    Its constructor and its `__iter__` raise `GraphError` if the graph is too long for Python. A
+    loader without a reading service gives no seeds, so its `seed` gives it one.
+
+    Args:
+        base: the loader of torchdata, or rollpipe's own
+        in_process: class of the reading service that runs a graph in this process
     """
 
     class DataLoader2(base):
@@ -73,8 +78,14 @@ def _releasing_loader(base):
                 super().__init__(datapipe, *args, **kwargs)
 
         def __iter__(self):
-            with _short_enough():
+            with _short_enough(), _open_loader():
                 return super().__iter__()
+
+        @wraps(base.seed)
+        def seed(self, seed):
+            super().seed(seed)
+            if self.reading_service is None:
+                self.reading_service = in_process()
 
         def shutdown(self):
             super().shutdown()
@@ -92,6 +103,20 @@ def _short_enough():
         yield
     except RecursionError as e:
         raise too_long() from e
+
+
+@contextmanager
+def _open_loader():
+    "A block in which the error for a loader that is shut down says how to go on."
+    try:
+        yield
+    except RuntimeError as e:
+        if "shut down" not in str(e):
+            raise
+        raise RuntimeError(
+            f"{e}. An error in it, `shutdown` or the end of its `with` block did so. Make a new "
+            "`DataLoader2` of the same pipe"
+        ) from None
 
 
 def too_long() -> GraphError:
@@ -142,7 +167,7 @@ def __getattr__(name):
     for cls in _services:
         names["ReadingServiceInterface"].register(cls)
     lazy = {lazy_name: names[lazy_name] for lazy_name in _LAZY}
-    lazy["DataLoader2"] = _releasing_loader(lazy["DataLoader2"])
+    lazy["DataLoader2"] = _releasing_loader(lazy["DataLoader2"], lazy["InProcessReadingService"])
     globals().update(lazy)
     return lazy[name]
 

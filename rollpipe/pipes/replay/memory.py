@@ -423,9 +423,9 @@ class ReplayMemory:
         capacity: steps
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
-        alpha: exponent of the priorities; 0: uniform
+        alpha: exponent of the priorities; 0: uniform; without `prioritized` it has no effect
         beta: exponent of the importance weights; 1: full correction of the bias of prioritized
-            sampling
+            sampling; without `prioritized` it has no effect
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         seed: determines the samples; None: fresh entropy
         path: a folder for the steps; None: in memory
@@ -450,7 +450,6 @@ class ReplayMemory:
         self.length = check_integer("length", length, pipe=self)
         self.frames = check_integer("frames", frames, pipe=self)
         check_fraction("alpha", alpha, pipe=self)
-        check_fraction("beta", beta, pipe=self)
 
         # With stacks, a stored segment has `frames - 1` more steps at its beginning, for the
         # earlier frames of its first stack. Samples are returned without these steps.
@@ -476,7 +475,7 @@ class ReplayMemory:
 
         self.prioritized = prioritized
         self.path = path
-        self.alpha = alpha
+        self._alpha = alpha
         self.beta = beta
         self.first_beta = beta  # with which a learner's schedule of `beta` begins
         self.zero_state = zero_state
@@ -489,6 +488,21 @@ class ReplayMemory:
         # The first fragment tells how much memory a step needs.
         self.store: Any = None
         self.pending: Any = None
+
+    @property
+    def alpha(self) -> float:
+        "Exponent of the priorities. It cannot be changed: the stored priorities were made with it."
+        return self._alpha
+
+    @property
+    def beta(self) -> float:
+        "Exponent of the importance weights, in [0, 1]. It may be changed at any time."
+        return self._beta
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        check_fraction("beta", beta, pipe=self)
+        self._beta = beta
 
     @property
     def bytes_of_step(self) -> int:

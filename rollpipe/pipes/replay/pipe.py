@@ -77,9 +77,9 @@ class Replay(Seeded, Pipe):
             because it may have fewer steps, if some of its rows are no steps
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
-        alpha: exponent of the priorities; 0: uniform
+        alpha: exponent of the priorities; 0: uniform; without `prioritized` it has no effect
         beta: exponent of the importance weights; 1: full correction of the bias of prioritized
-            sampling
+            sampling; without `prioritized` it has no effect
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
         seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
