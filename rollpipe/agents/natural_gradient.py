@@ -249,8 +249,8 @@ def backtrack_line_search(
     """Shorten `step` until the surrogate improves enough and the divergence is small enough.
 
     A step is accepted if it improves the surrogate by at least `accept_ratio` of the expected
-    improvement, and its KL divergence is at most `max_kl`. There is no search if the expected improvement is not
-    positive and finite. With `set_params`, the accepted parameters are in place at the end. If no
+    improvement, and its KL divergence is at most `max_kl`. There is no search if the expected
+    improvement is not positive and finite. With `set_params`, the accepted parameters are in place at the end. If no
     trial is accepted or `evaluate` raises, `theta` is restored exactly.
 
     Args:
@@ -503,8 +503,8 @@ WORTH_IT = 4096
 class NaturalGradientLearner(ScaledAdvantages, Learner):
     """Base of learners that follow the natural gradient.
 
-    A subclass writes `take_step(rows)`, which changes the policy. It returns the metrics of the step
-    and the policy's distribution before the step.
+    A subclass writes `take_step(rows)`, which changes the policy. It returns the metrics of the
+    step and the policy's distribution before the step.
 
     The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update,
     and each product takes one Jacobian-vector and one vector-Jacobian product. The critic, if there
