@@ -250,8 +250,8 @@ def backtrack_line_search(
 
     A step is accepted if it improves the surrogate by at least `accept_ratio` of the expected
     improvement, and its KL divergence is at most `max_kl`. There is no search if the expected
-    improvement is not positive and finite. With `set_params`, the accepted parameters are in place at the end. If no
-    trial is accepted or `evaluate` raises, `theta` is restored exactly.
+    improvement is not positive and finite. With `set_params`, the accepted parameters are in place
+    at the end. If no trial is accepted or `evaluate` raises, `theta` is restored exactly.
 
     Args:
         evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars
