@@ -117,14 +117,6 @@ class _Rollback:
             p.copy_(value)
         self.optimizer.load_state_dict(self.state)
 
-    def error(self, target, when) -> DataError:
-        return DataError(
-            f"the critic's error is not finite {when}",
-            leaf="critic_loss",
-            expected="a finite mean of squares",
-            got=f"returns of up to {float(target.abs().amax()):.1e}",
-        )
-
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list:
     "The parameters of all groups of an optimiser, in their order."
@@ -181,7 +173,7 @@ def fit_critic(
     loss_before, explained_before = _measure(critic, obs, target, scale)
     rollback = _Rollback(optimizer)
     if not isfinite(loss_before):
-        raise rollback.error(target, "before it is fitted")
+        raise _not_finite(target, "before it is fitted")
 
     # Every pass takes the rows of all ranks in a new order. Each rank has some rows of a minibatch.
     rows_per_step = minibatch or min(max(n // 64, 128), 512)
@@ -203,13 +195,22 @@ def fit_critic(
     loss_after, explained_after = _measure(critic, obs, target, scale)
     if not (isfinite(loss_after) and rollback.is_finite()):
         rollback.restore()
-        raise rollback.error(target, "while it is fitted; it has its former weights")
+        raise _not_finite(target, "while it is fitted; it has its former weights")
     return dict(
         critic_loss_before=loss_before,
         critic_loss=loss_after,
         explained_variance=explained_before,
         explained_variance_after=explained_after,
         critic_steps=float(epochs * n_minibatches),
+    )
+
+
+def _not_finite(target, when) -> DataError:
+    return DataError(
+        f"the critic's error is not finite {when}",
+        leaf="critic_loss",
+        expected="a finite mean of squares",
+        got=f"returns of up to {float(target.abs().amax()):.1e}",
     )
 
 # %% ../../nbs/agents/04_critics.ipynb #90bf5c53

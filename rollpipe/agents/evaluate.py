@@ -250,7 +250,7 @@ class _InfosOfEpisodes:
         return np.stack([means, totals, self.last[:, b]])
 
     def by_name(self, episodes) -> dict:
-        """Name -> float64 [n_episodes].
+        """Name of an info with its ending, such as `cost_sum` -> float64 [n_episodes].
 
         Args:
             episodes: list of what `end` has returned for each episode
@@ -258,9 +258,9 @@ class _InfosOfEpisodes:
         arrays = {}
         for k, name in enumerate(self.names):
             for i, ending in enumerate(("mean", "sum", "last")):
-                numbers = np.array([numbers[i, k] for numbers in episodes], float)
+                numbers = np.array([of_episode[i, k] for of_episode in episodes], float)
 
-                # The sum of what nobody has ever reported is no number.
+                # An info that no environment has reported has a sum of 0, which becomes nan.
                 arrays[f"{name}_{ending}"] = numbers if name in self.known else numbers * np.nan
         return arrays
 
@@ -457,13 +457,14 @@ def evaluate(
         window = Window(sources[0], close)
         sources = [window, *sources[1:]]
 
-    # A source that occurs more than once in the list gets one cutter, because `EnvStepper` accepts
-    # a vector only if all its places in the list hold the same object.
-    # The environments whose episodes are cut off, in their order: each call of a `_Cutter` adds
-    # one, and the stepper makes environment 0 first. For a vector, the list stays empty.
+    # `limited` gets the environments whose episodes are cut off, in their order: each call of a
+    # `_Cutter` adds one, and the stepper makes environment 0 first. For a vector, it stays empty.
     limited: list[_CutOff] = []
     if on_limit != "raise":
         must_cut = on_limit == "cut"
+
+        # A source that occurs more than once in the list gets one cutter, because `EnvStepper`
+        # accepts a vector only if all its places in the list hold the same object.
         cutters = {
             id(factory): _Cutter(factory, limited, max_steps, close, must_cut)
             for factory in sources
@@ -483,17 +484,17 @@ def evaluate(
     stepper.reads_last_obs = False
 
     # Play. Environments may draw from the global generators, which have states of their own here.
-    episodes_of = [[] for _ in quota]  # (return, length, terminated, cut off, infos) of each one
+    episodes_of = [[] for _ in quota]  # the `_PlayedEpisode`s of each environment
     rows = TraceRows(len(quota)) if trace else None
     infos = _InfosOfEpisodes(info, len(quota))
-    states = GlobalRandomStates(stepper.seed_sequence())
+    random_states = GlobalRandomStates(stepper.seed_sequence())
     stream: Any = iter(stepper)
-    with filming, states, EvalMode(actor), closing(stream) as ticks:
-        if window:
-            ticks = _until_closed(ticks, window)
-        for b, ret, length, is_terminal in _play(ticks, quota, max_steps, rows, infos):
-            cut = bool(limited) and limited[b].cut
-            episodes_of[b].append((ret, length, is_terminal, cut, infos.end(b)))
+    with filming, random_states, EvalMode(actor), closing(stream):
+        ticks = _until_closed(stream, window) if window else stream
+        for b, ret, length, terminated in _play(ticks, quota, max_steps, rows, infos):
+            cut_off = bool(limited) and limited[b].cut
+            episode = _PlayedEpisode(ret, length, terminated, cut_off, infos.end(b))
+            episodes_of[b].append(episode)
             if on_episode:
                 on_episode(ret, length)
 
@@ -507,23 +508,36 @@ def evaluate(
 
     # The episodes of all environments, environment by environment
     episodes = list(chain.from_iterable(episodes_of))
-    *columns, numbers = list(zip(*episodes)) or [()] * 5
-    dtypes = float, np.int64, bool, bool
-    returns, lengths, terminated, cut_off = map(np.array, columns, dtypes)
-    n_cut = int(cut_off.sum())
+    n_cut = sum(x.cut_off for x in episodes)
     if n_cut and on_limit is None:
         _log.warning(
-            f"{n_cut} of {len(cut_off)} episodes were cut off after {max_steps:,} steps "
+            f"{n_cut} of {len(episodes)} episodes were cut off after {max_steps:,} steps "
             "(max_steps), so their returns are partial"
         )
 
     # The single steps, of finished episodes alone
-    steps = None
+    kept_trace = None
     if rows:
-        is_unfinished = quota > [len(episodes) for episodes in episodes_of]
-        steps = rows.trace(is_unfinished)
-    by_name = infos.by_name(numbers)
-    return Evaluation(returns, lengths, terminated, cut_off, steps, by_name)
+        is_unfinished = quota > [len(of_env) for of_env in episodes_of]
+        kept_trace = rows.trace(is_unfinished)
+    return Evaluation(
+        returns=np.array([x.ret for x in episodes], float),
+        lengths=np.array([x.length for x in episodes], np.int64),
+        terminated=np.array([x.terminated for x in episodes], bool),
+        cut_off=np.array([x.cut_off for x in episodes], bool),
+        trace=kept_trace,
+        infos=infos.by_name([x.infos for x in episodes]),
+    )
+
+
+class _PlayedEpisode(NamedTuple):
+    "One episode; the fields have the meanings of those of `Evaluation`."
+
+    ret: float
+    length: int
+    terminated: bool
+    cut_off: bool
+    infos: np.ndarray  # what `_InfosOfEpisodes.end` returned for it
 
 # %% ../../nbs/agents/09_evaluate.ipynb #a153348b
 def policy_of(agent: Any) -> Any:
@@ -563,7 +577,7 @@ class RandomActor(Actor):
     ):
         super().__init__()
         self.action_mask = action_mask
-        self.space = copy.deepcopy(action_space)
+        self.space = copy.deepcopy(action_space)  # the space whose generator draws the actions
         self.is_seeded = seed is not None
         if self.is_seeded:
             self.space.seed(seed)

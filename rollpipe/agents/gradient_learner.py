@@ -53,23 +53,25 @@ def clip_gradients(grads: list, max_norm: float | None) -> float:
     return norm
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #3535ad03
-class _Known(NamedTuple):
-    """What `Adam` knows about a group of parameters, which have one dtype and one device.
+class _GroupCache(NamedTuple):
+    """What `Adam` remembers of a group of parameters, which have one dtype and one device.
 
     Args:
         params: the parameters of the group
-        states: the averages of each parameter; None: the parameter has none yet
+        averages: for each parameter, torch's dict of its averages and its number of steps; None:
+            it has none yet
         counts: the number of steps of each parameter that has averages, 0-dim views of `all_counts`
+        all_counts: all these numbers in one tensor
     """
 
     params: list
-    states: list
+    averages: list
     counts: list
     all_counts: torch.Tensor
 
 
-def _known(group, state) -> _Known | None:
-    """The `_Known` of a group; None if torch must do its steps.
+def _cache_of(group, state) -> _GroupCache | None:
+    """The `_GroupCache` of a group; None if torch must do its steps.
 
     The step counts in `state` become views of one tensor.
     """
@@ -77,44 +79,30 @@ def _known(group, state) -> _Known | None:
     kinds = {(p.device, p.dtype) for p in params}
     if len(kinds) != 1 or params[0].is_complex():
         return None
-    states = [state.get(p) or None for p in params]
+    averages = [state.get(p) or None for p in params]
 
     # All step counts are in one tensor, so that one operation counts a step of all parameters.
-    with_averages = [x for x in states if x is not None]
+    existing = [x for x in averages if x is not None]
     all_counts = torch.empty(0)
-    if with_averages:
-        all_counts = torch.stack([x["step"] for x in with_averages])
+    if existing:
+        all_counts = torch.stack([x["step"] for x in existing])
     counts = list(all_counts.unbind())
-    for x, count in zip(with_averages, counts):
+    for x, count in zip(existing, counts):
         x["step"] = count
-    return _Known(params, states, counts, all_counts)
+    return _GroupCache(params, averages, counts, all_counts)
 
 
-def _first_state(p) -> dict:
-    """The initial state of torch's fused Adam for a parameter.
+class _GroupStep(NamedTuple):
+    """What a step of `Adam` needs of a group.
 
-    It is made here, because torch would import its compiler for it, which takes a second.
+    The last three lists have an item for each parameter that has a gradient.
     """
-    return dict(
-        step=torch.zeros((), dtype=torch.float32, device=p.device),
-        exp_avg=torch.zeros_like(p),
-        exp_avg_sq=torch.zeros_like(p),
-    )
 
-
-def _is_plain(group) -> bool:
-    "Does the group have only options that `Adam` supports?"
-    return (
-        group["fused"]
-        and isinstance(group["lr"], float)
-        and not (
-            group["amsgrad"]
-            or group["maximize"]
-            or group["capturable"]
-            or group["differentiable"]
-            or group.get("decoupled_weight_decay")
-        )
-    )
+    options: dict
+    cache: _GroupCache
+    params: list
+    grads: list
+    averages: list
 
 
 def _unwrapped(method: Any) -> Any:
@@ -123,20 +111,6 @@ def _unwrapped(method: Any) -> Any:
     The decorator would import torch's compiler, which takes a second.
     """
     return getattr(method, "__wrapped__", method)
-
-
-def _count_change(params) -> None:
-    """Count a change of each parameter, which torch's fused kernels leave out.
-
-    A `VersionCounter` relies on it.
-    """
-    for p in params:
-        increment_version(p)
-
-
-def _same(xs, ys) -> bool:
-    "Are these the same objects in the same order?"
-    return len(xs) == len(ys) and all(map(is_, xs, ys))
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #75d640a5
 class Adam(torch.optim.Adam):
@@ -150,8 +124,8 @@ class Adam(torch.optim.Adam):
     Hooks, closures and rare options (such as `amsgrad`) work as well; then torch does the step.
     """
 
-    _groups: list = []  # what is known about each group
-    _states: list = []  # the values of `state` for which `_groups` was made
+    _caches: list = []  # the `_GroupCache` of each group, or None
+    _cached_values: list = []  # the values of `state` from which `_caches` were made
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -159,32 +133,30 @@ class Adam(torch.optim.Adam):
 
         Returns the result of `closure`, if there is one.
         """
-        work = self._work() if closure is None and not self._is_watched() else None
-        if work is None:
+        steps = self._group_steps() if closure is None and not self._is_watched() else None
+        if steps is None:
             return self._step_of_torch(closure)
-        for group, known, rows in work:
-            params, grads, states = map(list, zip(*rows))
-
+        for options, cache, params, grads, averages in steps:
             # Parameters without a gradient keep their number of steps.
-            counts = [x["step"] for x in states]
-            if len(counts) == len(known.counts):
-                known.all_counts.add_(1)
+            counts = [x["step"] for x in averages]
+            if len(counts) == len(cache.counts):
+                cache.all_counts.add_(1)
             else:
                 torch._foreach_add_(counts, 1)
 
-            beta1, beta2 = group["betas"]
+            beta1, beta2 = options["betas"]
             torch._fused_adam_(
                 params,
                 grads,
-                [x["exp_avg"] for x in states],
-                [x["exp_avg_sq"] for x in states],
+                [x["exp_avg"] for x in averages],
+                [x["exp_avg_sq"] for x in averages],
                 [],
                 counts,
-                lr=group["lr"],
+                lr=options["lr"],
                 beta1=beta1,
                 beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
                 amsgrad=False,
                 maximize=False,
             )
@@ -241,53 +213,97 @@ class Adam(torch.optim.Adam):
             _count_change(p for p in group["params"] if p.grad is not None)
         return result
 
-    def _work(self) -> list | None:
-        """`(group, _Known, rows)` for each group with gradients; None if torch must do the step.
+    def _group_steps(self) -> list | None:
+        "The `_GroupStep` of each group that has gradients; None if torch must do the step."
+        if not self._caches_are_valid():
+            self._caches = [_cache_of(group, self.state) for group in self.param_groups]
+            self._cached_values = list(self.state.values())
 
-        A row is `(parameter, gradient, averages)`.
-        """
-        if not self._is_known():
-            self._groups = [_known(group, self.state) for group in self.param_groups]
-            self._states = list(self.state.values())
-
-        work = []
-        for group, known in zip(self.param_groups, self._groups):
-            if known is None or not _is_plain(group):
+        steps = []
+        for group, cache in zip(self.param_groups, self._caches):
+            if cache is None or not _has_supported_options(group):
                 return None
-            rows = []
-            for p, averages in zip(known.params, known.states):
+
+            # The parameters that have a gradient
+            params = []
+            grads = []
+            averages = []
+            for p, averages_of_p in zip(cache.params, cache.averages):
                 g = p.grad
                 if g is not None:
-                    rows.append((p, g, averages))
-            if any(g.is_sparse for _, g, _ in rows):
+                    params.append(p)
+                    grads.append(g)
+                    averages.append(averages_of_p)
+            if any(g.is_sparse for g in grads):
                 return None
 
-            # Parameters with their first gradient get averages. Then `_groups` is made again.
-            new = [p for p, _, averages in rows if averages is None]
+            # Parameters with their first gradient get averages. Then the caches are made again.
+            new = [p for p, x in zip(params, averages) if x is None]
             for p in new:
-                self.state[p] = _first_state(p)
+                self.state[p] = _first_averages(p)
             if new:
-                return self._work()
-            if rows:
-                work.append((group, known, rows))
-        return work
+                return self._group_steps()
+            if params:
+                steps.append(_GroupStep(group, cache, params, grads, averages))
+        return steps
 
-    def _is_known(self) -> bool:
-        """Do parameters and state still consist of the objects in `_groups`?
+    def _caches_are_valid(self) -> bool:
+        """Do parameters and state still consist of the objects in `_caches`?
 
-        They do not after `load_state_dict` or a change by hand.
+        After `load_state_dict` or a change by hand, they consist of others.
         """
-        if len(self._groups) != len(self.param_groups):
+        if len(self._caches) != len(self.param_groups):
             return False
-        if not _same(self.state.values(), self._states):
+        if not _same(self.state.values(), self._cached_values):
             return False
-        for group, known in zip(self.param_groups, self._groups):
-            if known is None:
+        for group, cache in zip(self.param_groups, self._caches):
+            if cache is None:
                 continue
-            counts = [x["step"] for x in known.states if x is not None]
-            if not (_same(group["params"], known.params) and _same(counts, known.counts)):
+            counts = [x["step"] for x in cache.averages if x is not None]
+            if not (_same(group["params"], cache.params) and _same(counts, cache.counts)):
                 return False
         return True
+
+
+def _has_supported_options(group) -> bool:
+    "Does the group have only options that `Adam` supports?"
+    return (
+        group["fused"]
+        and isinstance(group["lr"], float)
+        and not (
+            group["amsgrad"]
+            or group["maximize"]
+            or group["capturable"]
+            or group["differentiable"]
+            or group.get("decoupled_weight_decay")
+        )
+    )
+
+
+def _first_averages(p) -> dict:
+    """The averages of a parameter before its first step, and the number of its steps, 0.
+
+    They are made here, because torch would import its compiler for them, which takes a second.
+    """
+    return dict(
+        step=torch.zeros((), dtype=torch.float32, device=p.device),
+        exp_avg=torch.zeros_like(p),
+        exp_avg_sq=torch.zeros_like(p),
+    )
+
+
+def _count_change(params) -> None:
+    """Count a change of each parameter, which torch's fused kernels leave out.
+
+    A `VersionCounter` relies on it.
+    """
+    for p in params:
+        increment_version(p)
+
+
+def _same(xs, ys) -> bool:
+    "Are these the same objects in the same order?"
+    return len(xs) == len(ys) and all(map(is_, xs, ys))
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #cca0c256
 def adam_for(
@@ -384,10 +400,11 @@ def descend(
 class GradientLearner(ByAdam, Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
-    `params` are the trainable parameters of actor and critic, each once. Networks in other
-    attributes, which a loss may use, too, add theirs. One step with one limit of the gradient
-    changes all parameters. `fit` uses the same optimiser. A subclass writes `loss(batch)`, or
-    `improve(batch)` for more than one step.
+    A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
+
+    `params` are the trainable parameters of actor and critic, each once. If a subclass has further
+    networks for its loss in other attributes, `adopt` adds their parameters. One step with one
+    limit of the gradient changes all parameters. `fit` uses the same optimiser.
     """
 
     def __post_init__(self):
@@ -517,7 +534,7 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         begin_metrics = self.begin(batch)
         start = perf_counter()
 
-        # The critic's scale of returns comes before the step, and the policy's normaliser after it.
+        # The critic's normalisers are updated before the step, and the policy's after it.
         metrics = self.explained(batch)
         self.tell_critic(batch)
         metrics |= self.improve(batch)

@@ -312,8 +312,8 @@ class RND(Pipe):
     The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must
     be below `Lanes`. Advantages are estimated from the sum of both rewards, by one critic; the
     paper has two. Raises `DataError` if a last observation is missing or an observation is not
-    finite. Raises `GraphError` above `Lanes`, and for an actor that sees past rewards, because
-    those that it saw lack the novelty.
+    finite. Raises `GraphError` above `Lanes`, and for an actor that sees past rewards, because the
+    rewards that it saw lack the novelty.
 
     Source: Burda et al. 2018, Exploration by random network distillation,
     https://arxiv.org/abs/1810.12894.
@@ -326,6 +326,7 @@ class RND(Pipe):
         **options: options of `Novelty`: gamma, lr, epochs, minibatch, fraction, seed
     """
 
+    # The traits that readers of this pipe rely on, see `Pipe`
     reads = 1
     keeps_items = False
     any_strides = True

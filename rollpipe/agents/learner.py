@@ -168,7 +168,10 @@ def _state(x: Any) -> Any:
 
 @torch.no_grad()
 def _restored(x: Any, state: Any) -> Any:
-    "Give a part its state again; returns it. Modules, optimisers and tensors change in place."
+    """The part `x` of a learner with the `state` that `_state` returned for it.
+
+    Modules, optimisers and tensors change in place, numbers and dicts are new.
+    """
     if isinstance(x, dict):
         lacking = x.keys() - state.keys()
         if lacking:
@@ -275,25 +278,23 @@ class LearnerState(Changing):
         Returns:
             dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
         """
-        # `GradientLearner` has a list `params` of all weights that it trains. The list itself is no
-        # part, because its weights belong to other attributes. It must not be in `known` either:
-        # `GradientLearner.adopt` adds the weights of own parts to it, and the weights in a known
-        # attribute are no own parts (see below).
-        known = {"actor", "critic", "average", *self.keeps}
+        # A `GradientLearner` has a list `params` of all weights that it trains, also those of own
+        # parts. So the list is neither a part nor a declared attribute.
+        declared = {"actor", "critic", "average", *self.keeps}
         others = {
-            name: x for name, x in vars(self).items() if name not in known and name != "params"
+            name: x for name, x in vars(self).items() if name not in declared and name != "params"
         }
         parts = dict(_parts(others.items()))
         if not parts:
             return {}
 
-        # Modules and parameters of the known networks are no own parts.
-        known_ids = set()
-        known_attributes = [(name, getattr(self, name, None)) for name in known]
-        for _, network in _parts(known_attributes):
+        # Modules and parameters in the declared attributes are no own parts.
+        ids_in_declared = set()
+        declared_attributes = [(name, getattr(self, name, None)) for name in declared]
+        for _, network in _parts(declared_attributes):
             modules = network.modules() if isinstance(network, torch.nn.Module) else ()
-            known_ids.update(map(id, [*modules, *_weights(network)]))
-        return {name: x for name, x in parts.items() if id(x) not in known_ids}
+            ids_in_declared.update(map(id, [*modules, *_weights(network)]))
+        return {name: x for name, x in parts.items() if id(x) not in ids_in_declared}
 
     def untrained(self) -> dict[str, list]:
         """Name of an own part (see `own_parts`) -> its trainable parameters that no optimiser has.
@@ -465,6 +466,7 @@ class ScheduledLearner(LearnerState):
             if schedule is None and decay_steps:
                 schedule = self.decay_of_rate(group)
             if schedule:
+                # `initial_lr` keeps the rate of the first update, from which a decay falls.
                 group["initial_lr"] = group.get("initial_lr", group["lr"])
                 group["lr"] = schedule(self.steps)
 
@@ -564,9 +566,9 @@ class Learner(ScheduledLearner):
 
     def _check_that_values_are_fitted(self):
         "Raise `DataError` if this learner fits no values, although its actor reports values."
-        # A learner that needs 'ret' without a critic needs it for its loss, which fits the actor's
-        # values to these targets (see `ActorCriticLearner`). A learner that needs no 'adv' computes
-        # the targets itself (see `VTrace`), or has no values of states.
+        # A learner without a critic that needs 'ret' fits the actor's values to these targets in
+        # its loss (see `ActorCriticLearner` in `gradient_learner`). A learner that needs no 'adv'
+        # computes the targets itself (V-trace), or has no values of states.
         needs_only_adv = "adv" in self.batch_needs and "ret" not in self.batch_needs
         if self.critic is None and needs_only_adv:
             raise DataError(
@@ -586,7 +588,7 @@ class Learner(ScheduledLearner):
             self._check_that_values_are_fitted()
         start = perf_counter()
 
-        # The policy. Its normaliser is updated after the last use of the batch.
+        # The policy. Its normaliser is updated after the policy's last use of the batch.
         outcome = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(outcome)
@@ -663,7 +665,7 @@ class Learner(ScheduledLearner):
     def tell_actor(self, batch: Fragment) -> None:
         """Update the actor's normaliser, if it has one, with the observations of a batch.
 
-        It is called once for each batch, after the last use of the batch.
+        It is called once for each batch, after the policy's last use of the batch.
         """
         if hasattr(self.actor, "observe"):
             self.actor.observe(observations(batch), batch.valid)

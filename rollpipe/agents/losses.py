@@ -24,15 +24,15 @@ __all__ = ['reinforce', 'a2c', 'clipped_surrogate', 'standardized', 'with_standa
            'vtrace_actor_critic']
 
 # %% ../../nbs/agents/05_losses.ipynb #8c8c59b7
-def _required(fragment, leaf, replay, loss):
+def _required(fragment, leaf, replay, loss_name):
     """The leaf 'adv' or 'ret' of a fragment, at the replayed steps, `[N]`.
 
-    The errors name the `loss` that needs the leaf.
+    The errors name the loss that needs the leaf.
     """
     x = getattr(fragment, leaf)
     if x is None:
         raise DataError(
-            f"{loss} needs {'advantages' if leaf == 'adv' else 'value targets'}",
+            f"{loss_name} needs {'advantages' if leaf == 'adv' else 'value targets'}",
             leaf=leaf,
             got="None",
             expected="an AdvantageBuffer(pipe, critic, gamma, lam) in the pipeline, which adds "
@@ -41,7 +41,7 @@ def _required(fragment, leaf, replay, loss):
         )
     if x.shape != fragment.valid.shape:
         raise DataError(
-            f"{loss}: wrong shape",
+            f"{loss_name}: wrong shape",
             leaf=leaf,
             expected=f"[T, B] = {list(fragment.valid.shape)}",
             got=describe(x),
@@ -149,16 +149,16 @@ def _square_error(v, target, critic):
     return ((v - target) / getattr(critic, "ret_std", 1.0)).square()
 
 
-def _value_loss(fragment, replay, critic, loss, clip_value=None):
+def _value_loss(fragment, replay, critic, loss_name, clip_value=None):
     """`(loss_value, metrics)` for the values of the critic or of the actor.
 
     The `loss_value` is None if neither of them gives values. The error for missing value targets
-    names the `loss`.
+    has the `loss_name`.
     """
     v = _present_values(fragment, replay, critic)
     if v is None:
         return None, {}
-    ret = _required(fragment, "ret", replay, loss)
+    ret = _required(fragment, "ret", replay, loss_name)
     error = _square_error(v, ret, critic)
     if clip_value is None:
         return error.mean(), {}
@@ -334,7 +334,8 @@ def ppo(
     loss_policy, clip_fraction = clipped_surrogate(ratio, adv, clip)
     others = dict(rho_mean=ratio.detach().mean(), clip_fraction=clip_fraction)
 
-    loss_value, clipped = _value_loss(
+    # The loss of the values, and the sum of all terms
+    loss_value, value_metrics = _value_loss(
         fragment,
         replay,
         critic,
@@ -349,7 +350,7 @@ def ppo(
         loss_value,
         c_value,
     )
-    return loss, _metrics(fragment, actor, replay, terms, **others, **clipped)
+    return loss, _metrics(fragment, actor, replay, terms, **others, **value_metrics)
 
 # %% ../../nbs/agents/05_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
@@ -423,14 +424,14 @@ def vtrace_actor_critic(
 
     targets = vtrace(
         fragment.state.rew[1:],
-        spread(v),
-        v_tp1,
-        gamma * ~fragment.term[1:],
-        spread(rho),
-        lam,
-        c_clip,
-        rho_clip,
-        is_cut(fragment),
+        v_t=spread(v),
+        v_tp1=v_tp1,
+        discount=gamma * ~fragment.term[1:],
+        rho=spread(rho),
+        lam=lam,
+        c_clip=c_clip,
+        rho_clip=rho_clip,
+        cut=is_cut(fragment),
     )
     vs, adv = replay.pick(tuple(targets))
 

@@ -351,6 +351,9 @@ class EpisodeReturns:
         return check_metrics(summary)
 
 # %% ../../nbs/agents/00_metrics.ipynb #7ded46aa
+_log = logging.getLogger(__name__)
+
+
 class EpisodeInfos:
     """Metrics of the infos of environments, from a stream of fragments.
 
@@ -451,16 +454,6 @@ class EpisodeInfos:
         return check_metrics(summary, own=True)
 
 
-_log = logging.getLogger(__name__)
-
-
-def _reported(infos):
-    "The names of the infos of a fragment or tick that environments have reported."
-    if not isinstance(infos, dict):
-        return []
-    return [key for key in infos if str(key)[:1] != "_" or str(key)[1:] not in infos]
-
-
 def info_numbers(infos: Any, valid: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of an info, and which rows have one.
 
@@ -491,6 +484,15 @@ def info_numbers(infos: Any, valid: Any, name: str) -> tuple[np.ndarray, np.ndar
         is_reported &= _on_host(mask)
     numbers = _on_host(column).astype(np.float64)
     return np.where(is_reported, numbers, 0.0), is_reported
+
+
+def _reported(infos):
+    "The names of the infos of a fragment or tick that environments have reported."
+    if not isinstance(infos, dict):
+        return []
+
+    # Beside an info `cost`, the key `_cost` is its mask.
+    return [key for key in infos if str(key)[:1] != "_" or str(key)[1:] not in infos]
 
 
 def _on_host(x):

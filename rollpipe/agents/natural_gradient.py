@@ -61,11 +61,11 @@ class CGResult(NamedTuple):
     def nothing(cls, b: Tensor, residual: float) -> "CGResult":
         "The answer to a right-hand side `b` that is zero, or not finite: x is zero."
         return cls(
-            torch.zeros_like(b),
-            0,
-            residual,
-            0.0,
-            "converged" if residual == 0 else "non-finite",
+            x=torch.zeros_like(b),
+            iterations=0,
+            residual=residual,
+            curvature=0.0,
+            status="converged" if residual == 0 else "non-finite",
         )
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #1336d6a7
@@ -119,7 +119,7 @@ def conjugate_gradients(
     if not 0 < b_norm2 < math.inf:
         return CGResult.nothing(b, residual=b_norm2)  # 0, inf or nan
 
-    # From x = 0, where the residual is b
+    # From x = 0, where the residual r is b; `rz` is r'z, with the preconditioned residual z.
     x = torch.zeros_like(b)
     residual = b
     residual_norm2 = b_norm2
@@ -132,18 +132,19 @@ def conjugate_gradients(
 
     for _ in range(iters):
         A_direction = torch.add(matvec(direction).detach(), direction, alpha=damping)
-        curvature_along = direction @ A_direction
-        alpha = rz / curvature_along
+        pAp = direction @ A_direction
+        alpha = rz / pAp
         next_residual = residual - alpha * A_direction
 
-        # One transfer for all three numbers, because each transfer waits for the device.
-        curvature, next_norm2, gain = torch.stack(
-            (curvature_along, next_residual @ next_residual, alpha * rz)
+        # One transfer for all three numbers, because each transfer waits for the device. The `gain`
+        # is by how much this iteration raises b'x.
+        curvature_along, next_norm2, gain = torch.stack(
+            (pAp, next_residual @ next_residual, alpha * rz)
         ).tolist()
-        if curvature <= 0:
+        if curvature_along <= 0:
             status = "non-positive curvature"
             break
-        if not (curvature < math.inf and next_norm2 < math.inf):
+        if not (curvature_along < math.inf and next_norm2 < math.inf):
             status = "non-finite"
             break
 
@@ -169,11 +170,11 @@ def conjugate_gradients(
     # (A + damping I)x is b - residual, so the curvature needs no further product.
     curvature = float(x.double() @ (b - residual).double())
     return CGResult(
-        x,
-        iterations,
-        math.sqrt(residual_norm2 / b_norm2),
-        curvature,
-        status,
+        x=x,
+        iterations=iterations,
+        residual=math.sqrt(residual_norm2 / b_norm2),
+        curvature=curvature,
+        status=status,
     )
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #6d322cce
@@ -221,14 +222,14 @@ class LineSearch(NamedTuple):
     def refused(cls, theta: Tensor, trials: int, before: float, status: str) -> "LineSearch":
         "The outcome of a search that accepted none of its `trials`, and restored the parameters."
         return cls(
-            False,
-            theta,
-            trials,
-            before,
-            before,
-            0.0,
-            0.0,
-            status,
+            accepted=False,
+            theta=theta,
+            backtracks=trials,
+            before=before,
+            surrogate=before,
+            kl=0.0,
+            ratio=0.0,
+            status=status,
         )
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #e2ff3e1c
@@ -247,16 +248,17 @@ def backtrack_line_search(
 ) -> LineSearch:
     """Shorten `step` until the surrogate improves enough and the divergence is small enough.
 
-    A step is accepted if it improves the surrogate by at least `accept_ratio` of the prediction,
-    and its KL divergence is at most `max_kl`. There is no search if the expected improvement is not
-    positive and finite. With `set_params`, the accepted parameters are in place at the end. If no
-    trial is accepted or `evaluate` raises, `theta` is restored exactly.
+    A step is accepted if it improves the surrogate by at least `accept_ratio` of the expected
+    improvement, and its KL divergence is at most `max_kl`. There is no search if the expected
+    improvement is not positive and finite. With `set_params`, the accepted parameters are in place
+    at the end. If no trial is accepted or `evaluate` raises, `theta` is restored exactly.
 
     Args:
         evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars
         theta: initial parameters [D]
         step: the full step [D]
-        expected_rate: predicted improvement of the full step, gradient'step
+        expected_rate: expected improvement by the full step, gradient'step; that of a shorter step
+            is proportional to its length
         max_kl: largest KL divergence that is accepted
         backtrack: factor between one step length and the next
         max_backtracks: number of step lengths that are tried, the full step included
@@ -266,7 +268,7 @@ def backtrack_line_search(
     """
     put = set_params or (lambda theta: None)
     theta = theta.clone()
-    best = None
+    outcome = None
     status = "no expected improvement"
     try:
         if before is None:
@@ -292,22 +294,22 @@ def backtrack_line_search(
             elif ratio < accept_ratio or surrogate <= before:
                 status = "no improvement"
             else:
-                best = LineSearch(
-                    True,
-                    trial,
-                    k,
-                    before,
-                    surrogate,
-                    kl,
-                    ratio,
-                    "accepted",
+                outcome = LineSearch(
+                    accepted=True,
+                    theta=trial,
+                    backtracks=k,
+                    before=before,
+                    surrogate=surrogate,
+                    kl=kl,
+                    ratio=ratio,
+                    status="accepted",
                 )
                 break
     finally:
         # The old parameters are restored also after an error of `evaluate`.
-        if best is None:
+        if outcome is None:
             put(theta)
-    return best or LineSearch.refused(theta, trials, before, status)
+    return outcome or LineSearch.refused(theta, trials, before, status)
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
@@ -336,7 +338,7 @@ class PolicyRows(NamedTuple):
     @property
     def has_memory(self) -> bool:
         "Do the rows keep the order of the steps, because a recurrent state runs through them?"
-        return isinstance(self.weight, torch.Tensor)
+        return bool(nested.leaves(self.hx))
 
 
 def policy_rows(fragment: Fragment) -> PolicyRows:
@@ -350,12 +352,12 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     if has_memory:
         fragment = fill_invalid(fragment)
     rows = PolicyRows(
-        nested.as_seen(nested.getitem(fragment.state, slice(-1))),
-        fragment.hx,
-        nested.getitem(fragment.state.act, slice(1, None)),
-        fragment.adv,
-        fragment.actor["logp"][:-1],
-        1 / n,
+        state=nested.as_seen(nested.getitem(fragment.state, slice(-1))),
+        hx=fragment.hx,
+        act=nested.getitem(fragment.state.act, slice(1, None)),
+        adv=fragment.adv,
+        logp=fragment.actor["logp"][:-1],
+        weight=1 / n,
     )
     if has_memory:
 
@@ -501,16 +503,17 @@ WORTH_IT = 4096
 class NaturalGradientLearner(ScaledAdvantages, Learner):
     """Base of learners that follow the natural gradient.
 
-    A subclass writes `take_step(rows) -> (metrics, old)`.
+    A subclass writes `take_step(rows)`, which changes the policy. It returns the metrics of the
+    step and the policy's distribution before the step.
 
     The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update,
     and each product takes one Jacobian-vector and one vector-Jacobian product. The critic, if there
     is one, is fitted after the policy.
 
-    A preconditioner is computed from the scores of some rows, at most a quarter of the batch. With
-    `'auto'` there is a preconditioner if the Fisher matrix is estimated from at least 4096 rows.
-    With fewer rows it would cost about as much as it saves. Without a preconditioner, there is no
-    metric `precondition_rows`.
+    A preconditioner is computed from the scores (gradients of log-probabilities) of some rows, at
+    most a quarter of the batch. If the option `precondition` is 'auto', there is a preconditioner
+    if the Fisher matrix is estimated from at least 4096 rows. With fewer rows it would cost about
+    as much as it saves. Without a preconditioner, there is no metric `precondition_rows`.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -642,7 +645,7 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
 
         It is 0 (no preconditioner) for a policy with memory, and without damping.
         """
-        if nested.leaves(rows.hx) or not self.damping:
+        if rows.has_memory or not self.damping:
             return 0
         n = rows_of_all(rows)
         if not isinstance(self.precondition, str):

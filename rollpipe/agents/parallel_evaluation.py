@@ -169,13 +169,13 @@ class EvaluationProcess:
         self.worker = worker
         self.silence = silence
         self.on_silence = on_silence
-        # The shared memory is released with this object. At the end of this process nothing is
-        # called, because the system then releases the memory anyway.
+        # The publisher's shared memory is released with this object. At the end of this process
+        # nothing is called, because the system then releases the memory anyway.
         weakref.finalize(self, publisher.close).atexit = False
         self.answers = []
         self.error = None
         # version of the weights when the request under way was sent; None: no request is under way
-        self.asked: Any = None
+        self.requested_version: Any = None
         self._restart_patience()
 
     def __repr__(self):
@@ -184,7 +184,7 @@ class EvaluationProcess:
     @property
     def busy(self) -> bool:
         "Whether a request was still unanswered at the last call."
-        return self.error is None and self.asked is not None
+        return self.error is None and self.requested_version is not None
 
     def request(self) -> None:
         """Ask for an evaluation of the present weights.
@@ -224,7 +224,7 @@ class EvaluationProcess:
                 break
 
             # The process may be silent for `patience` seconds. It is checked once a minute.
-            until_silent = max(0, self.heard + self.patience - now)
+            until_silent = max(0, self.last_heard + self.patience - now)
             self._listen(min(deadline - now, until_silent, 60.0))
         return self.poll()
 
@@ -257,7 +257,7 @@ class EvaluationProcess:
 
     def _restart_patience(self):
         "Measure the silence from now on: the process has sent something, or gets its next request."
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
         self.patience = self.worker.patience(self.silence)
 
     def _ask(self):
@@ -271,7 +271,7 @@ class EvaluationProcess:
 
         # The publisher has one actor, so one version.
         [version] = self.publisher.versions()
-        self.asked = version
+        self.requested_version = version
 
     def _listen(self, timeout=0.0):
         "Read the messages of the process; wait at most `timeout` seconds for the first one."
@@ -288,7 +288,7 @@ class EvaluationProcess:
                 # The message is an answer. If newer weights were published since then, the next
                 # evaluation begins at once.
                 publication, answer = message
-                self.asked = None
+                self.requested_version = None
                 self.answers.append(answer)
                 if publication < self.publisher.publication:
                     self._ask()
@@ -300,7 +300,7 @@ class EvaluationProcess:
         "Report if the process has been silent for too long. Then wait twice as long."
         if not self.busy:
             return
-        seconds = time.monotonic() - self.heard
+        seconds = time.monotonic() - self.last_heard
         if seconds < self.patience:
             return
         try:
@@ -312,9 +312,11 @@ class EvaluationProcess:
     def _lost(self, error):
         "End because of an error. An error of the process names the version that it evaluated."
         was_running = isinstance(error, WorkerError) and not isinstance(error, WorkerNotStarted)
-        if was_running and self.asked is not None:
-            later = "" if self.publisher.versions() == [self.asked] else " or a later one"
-            error.problem += f" while it evaluated version {self.asked}{later}"
+        if was_running and self.requested_version is not None:
+            later = (
+                "" if self.publisher.versions() == [self.requested_version] else " or a later one"
+            )
+            error.problem += f" while it evaluated version {self.requested_version}{later}"
         self._end(error)
 
     def _end(self, error):

@@ -341,26 +341,27 @@ class Schedule(NamedTuple):
         """
         kind, *parts = str(text).lower().split(":")
         try:
-            n_texts = [_with_exponent(x) for x in parts[2:]]
-            start, end, *n_in_text = map(float, [*parts[:2], *n_texts])
-            if kind not in ("linear", "cosine") or len(n_in_text) > 1:
+            values = parts[:2]
+            lengths = [_with_exponent(x) for x in parts[2:]]
+            start, end, *own_steps = map(float, [*values, *lengths])
+            if kind not in ("linear", "cosine") or len(own_steps) > 1:
                 raise ValueError
             if not (isfinite(start) and isfinite(end)):
                 raise ValueError
-            n = int(n_in_text[0]) if n_in_text else steps
-            if n is not None and n < 1:
+            n_steps = int(own_steps[0]) if own_steps else steps
+            if n_steps is not None and n_steps < 1:
                 raise ValueError
         except (ValueError, OverflowError):
             raise DataError(
                 "not a schedule", expected="linear:START:END:STEPS or cosine:...", got=repr(text)
             ) from None
-        if n is None:
+        if n_steps is None:
             raise DataError(
                 "a schedule without a number of steps",
                 expected=f"{text}:STEPS, such as {text}:100k",
                 got=repr(text),
             )
-        return cls(kind, start, end, n)
+        return cls(kind, start, end, n_steps)
 
     def __call__(self, step: float) -> float:
         # The weights of `end` and `start`
@@ -432,7 +433,7 @@ def check_value(cls: type, name: str, value: Any) -> None:
 class Changing(Options):
     """Base of learners, some of whose options may change.
 
-    `schedules` has those that do: option -> function of the steps so far.
+    `schedules` has the options that follow a schedule: option -> function of the steps so far.
     """
 
     steps = 0
@@ -469,7 +470,7 @@ class Changing(Options):
         self._assign(name, value)
 
     def decay_of_option(self, name: str, value: Any) -> Callable | None:
-        "The schedule by which an option falls that has no schedule of its own; None: it stays."
+        "The schedule by which an option without a schedule of its own falls; None: it stays."
 
     def advance(self) -> dict[str, float]:
         "Give each option with a schedule its value for the next update; returns these values."

@@ -91,7 +91,9 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
     n_rows = n_steps + 1
 
     # For each `final` row, a row is inserted after row `t`. So each row moves down by the number of
-    # rows that are inserted above it. `cumsum` also counts the row itself, which is subtracted.
+    # rows that are inserted above it. `cumsum` also counts what is inserted after the row itself,
+    # which is subtracted. For example, if an episode ends with step 0 of two, `n_inserted` is
+    # [1, 0, 0], and the rows 0, 1, 2 move to 0, 2, 3.
     n_inserted = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=device)
     n_inserted = n_inserted.index_put((t, b), torch.ones_like(t))
     n_inserted_above = n_inserted.cumsum(0) - n_inserted
@@ -150,16 +152,16 @@ def fill_invalid(fragment: Fragment) -> Fragment:
     t, b = invalid.unbind(1)
     t_first, b_first = fragment.valid.nonzero()[0]
 
-    def filled(tree, offset):
-        def fill(x):
-            return x.index_put((t + offset, b), x[t_first + offset, b_first])
-
-        return nested.map(fill, tree)
-
     # The observation of step t is in row t, and its action in row t + 1.
+    def filled_obs(x):
+        return x.index_put((t, b), x[t_first, b_first])
+
+    def filled_act(x):
+        return x.index_put((t + 1, b), x[t_first + 1, b_first])
+
     state = fragment.state
-    obs = filled(state.obs, 0)
-    act = filled(state.act, 1)
+    obs = nested.map(filled_obs, state.obs)
+    act = nested.map(filled_act, state.act)
     return fragment._replace(state=state._replace(obs=obs, act=act))
 
 # %% ../../nbs/agents/03_unroll.ipynb #432a39e0

@@ -147,28 +147,22 @@ def _add_folders(parser):
     parser.add_argument("--jobs", type=int, metavar="N", help="number of these runs at a time [1]")
 
 # %% ../../nbs/cli/00_main.ipynb #4e3b64f2
-# Options of a command that makes runs, which the others lack
-_OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard --wandb".split()
-# Options that `train` takes beside `--resume`
-_OF_A_RESUME = [f"--{name.replace('_', '-')}" for name in COMMON]
-_OF_A_RESUME += ["--quiet", "--tensorboard", "--wandb"]
-
-
-def _add_commands_for_runs(command, declared):
+def _add_commands_for_runs(add_command, add_command_with_options):
     """Add the commands that compare, repeat, fork, edit or watch existing runs.
 
     Args:
-        command: `command` of `build_parser`
-        declared: `declared` of `build_parser`
+        add_command: `add(name, function)` adds a command without options, and returns its parser
+        add_command_with_options: `add(name, function, *by_hand)` adds a command with an option for
+            each parameter of its function that is not in `by_hand`, and returns its parser
     """
-    declared("diff", diff_command, "with_numbers").add_argument(
+    add_command_with_options("diff", diff_command, "with_numbers").add_argument(
         "--numbers",
         dest="with_numbers",
         action="store_true",
         help="make the first update that differs once more in both, and tell both numbers",
     )
-    declared("verify", verify_command)
-    sub = declared("replay", replay_command, "update")
+    add_command_with_options("verify", verify_command)
+    sub = add_command_with_options("replay", replay_command, "update")
     which = sub.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--update", type=int, metavar="N", help="the N-th update: its batch is collected again"
@@ -180,13 +174,13 @@ def _add_commands_for_runs(command, declared):
         const=None,
         help="the update that failed: its batch is in RUN/crash",
     )
-    declared("data", data_command)
+    add_command_with_options("data", data_command)
 
     # Commands that change options of a run
-    sub = declared("fork", fork_command, "changes", "out")
+    sub = add_command_with_options("fork", fork_command, "changes", "out")
     _add_changes(sub, "an option that is another one from there on")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
-    sub = command("ablate", ablate_command)
+    sub = add_command("ablate", ablate_command)
     add_parameters(sub, ablate, ("at", "options"))
     _add_changes(sub, "an option and its other values, each of which makes a branch of its own")
     sub.add_argument(
@@ -195,9 +189,9 @@ def _add_commands_for_runs(command, declared):
         metavar="N,N",
         help="numbers of updates after which it is branched, such as 100,200,300",
     )
-    sub = declared("edit", edit_command, "changes")
+    sub = add_command_with_options("edit", edit_command, "changes")
     _add_changes(sub, "an option that is another one from now on")
-    declared("live", live_command)
+    add_command_with_options("live", live_command)
 
 
 def _add_changes(parser, meaning):
@@ -256,7 +250,7 @@ def _parent_parsers():
     return general, settings, training, demo
 
 # %% ../../nbs/cli/00_main.ipynb #6d236568
-def _timed(settings, seconds, meaning, svg=False):
+def _parser_with_seconds(settings, seconds, meaning, svg=False):
     """A parser with the options of `settings`, and those of a command that measures times.
 
     Args:
@@ -272,7 +266,7 @@ def _timed(settings, seconds, meaning, svg=False):
     return parser
 
 
-def _searching(settings):
+def _parser_with_search(settings):
     "A parser with the options of `settings`, and those of a search for settings."
     parser = Parser(add_help=False, parents=[settings])
     add_parameters(parser, Search, ("args",))
@@ -305,33 +299,36 @@ def build_parser() -> Parser:
     parser, commands = top_parser(general)
     parser.set_defaults(parser=parser)
 
-    def command(name, function, parent=general):
-        "Add a command without options of its own. It calls `function(args)`."
+    def add_command(name, function, parent=general):
+        "Add a command without options, which calls `function(args)`. Returns its parser."
         sub = commands.add_parser(
             name, parents=[parent], help=COMMANDS[name], description=COMMANDS[name]
         )
         sub.set_defaults(function=function, parser=sub)
         return sub
 
-    def declared(name, function, *by_hand):
-        "Add a command with an option for each parameter of its function that is not in `by_hand`."
-        sub = command(name, lambda args: function(**typed_arguments(function, args)))
+    def add_command_with_options(name, function, *by_hand):
+        """Add a command with an option for each parameter of its function that is not in `by_hand`.
+
+        Returns its parser, to which the caller adds the options for the parameters in `by_hand`.
+        """
+        sub = add_command(name, lambda args: function(**typed_arguments(function, args)))
         add_parameters(sub, function, (*by_hand, "imports"))
         return sub
 
     # Train. The order of the commands is that of `COMMANDS`, from which they can be listed without
     # this parser.
-    sub = command("train", train_or_experiment, training)
+    sub = add_command("train", train_or_experiment, training)
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
     add_algorithms(sub, training, runs=True)
 
     # Commands for a trained policy
-    declared("evaluate", evaluate_command)
-    declared("watch", watch_command)
-    declared("export", export_command)
-    declared("pack", pack_command, "repo").add_argument(
+    add_command_with_options("evaluate", evaluate_command)
+    add_command_with_options("watch", watch_command)
+    add_command_with_options("export", export_command)
+    add_command_with_options("pack", pack_command, "repo").add_argument(
         "--push",
         dest="repo",
         metavar="OWNER/NAME",
@@ -339,29 +336,30 @@ def build_parser() -> Parser:
     )
 
     # Pictures: of metrics of runs, and of the pipeline of a training
-    sub = command("plot", plot_command)
+    sub = add_command("plot", plot_command)
     add_parameters(sub, learning_curve, ("path",))
     sub.add_argument(
         "--out",
         metavar="FILE",
         help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
     )
-    add_algorithms(command("graph", graph_command), settings)
+    add_algorithms(add_command("graph", graph_command), settings)
     add_algorithms(
-        command("profile", profile_command),
-        _timed(settings, 3, "how long it is measured", svg=True),
+        add_command("profile", profile_command),
+        _parser_with_seconds(settings, 3, "how long it is measured", svg=True),
     )
 
     # Existing runs, searches for settings, many runs, lists
-    _add_commands_for_runs(command, declared)
+    _add_commands_for_runs(add_command, add_command_with_options)
     add_algorithms(
-        command("autotune", autotune_command), _timed(settings, 60, "for all settings together")
+        add_command("autotune", autotune_command),
+        _parser_with_seconds(settings, 60, "for all settings together"),
     )
-    add_algorithms(command("tune", tune_command), _searching(settings))
-    declared("bench", bench_command)
-    declared("report", report_command)
-    _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))
-    command("demo", demo_command, demo).add_argument(
+    add_algorithms(add_command("tune", tune_command), _parser_with_search(settings))
+    add_command_with_options("bench", bench_command)
+    add_command_with_options("report", report_command)
+    _add_list(add_command("list", lambda args: list_command(args, TYPED_OPTIONS)))
+    add_command("demo", demo_command, demo).add_argument(
         "--out",
         metavar="RUN",
         default="runs/demo",
@@ -418,7 +416,7 @@ def main(argv: list | None = None) -> int:
     try:
         # Parse the command line
         modules = _import_modules(words)
-        _refuse_changes(words)
+        _check_options_of_resume(words)
         parser = build_parser()
         args, unknown = parser.parse_known_args(words)
         if unknown:
@@ -492,7 +490,12 @@ def _as_typed(args, words, leaf):
     return flag_of_option.get(str(leaf), leaf)
 
 
-def _refuse_changes(words):
+# Options that `train` takes beside `--resume`
+_OF_A_RESUME = [f"--{name.replace('_', '-')}" for name in COMMON]
+_OF_A_RESUME += ["--quiet", "--tensorboard", "--wandb"]
+
+
+def _check_options_of_resume(words):
     """Raise `UsageError` for options beside `--resume`, because a resumed run keeps its own.
 
     This is checked before parsing, because the parser would take the value of an option for the
@@ -511,6 +514,10 @@ def _refuse_changes(words):
                 "--out RUN2), or for a new run that takes the rest from it: "
                 "rollpipe train ALGO ENV --config RUN/config.json"
             )
+
+
+# Options of a command that makes runs, which the others lack
+_OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard --wandb".split()
 
 
 def _explain_unknown(args, word):

@@ -40,7 +40,7 @@ def main() -> int:
 
     Returns the exit code of `rollpipe.cli.main.main`.
     """
-    # Set the handlers, except for signals that the process ignores.
+    # A signal ends the process while Python imports, unless the process ignores it.
     names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     numbers = [getattr(signal, name) for name in names]
     for number in numbers:

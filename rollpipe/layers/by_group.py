@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,14 +69,15 @@ class _Groups(nn.Module):
         # Begin with the answers of the first member, and replace them in the rows of the others.
         selected, *others = answers.values()
         for k, answer in enumerate(others, 1):
-
-            def pick(x, y, is_k=group == k):
-                # `is_k` [*lead] with the dimensions of `x` [*lead, ...]
-                ones = (1,) * (x.ndim - is_k.ndim)
-                return torch.where(is_k.reshape(*is_k.shape, *ones), y, x)
-
-            selected = nested.map(pick, selected, answer)
+            replaced = partial(_replaced, group == k)
+            selected = nested.map(replaced, selected, answer)
         return selected
+
+
+def _replaced(is_new, old, new):
+    "The rows of `new` `[*lead, ...]` where `is_new` `[*lead]` is True, elsewhere those of `old`."
+    ones = (1,) * (old.ndim - is_new.ndim)
+    return torch.where(is_new.reshape(*is_new.shape, *ones), new, old)
 
 # %% ../../nbs/layers/09_by_group.ipynb #912dc6fd
 class CriticByGroup(_Groups):
@@ -257,9 +259,9 @@ class ActorByGroup(_Groups, Actor):
                 got=type(fragment).__name__,
             )
         fragments = {}
-        group = self.groups_of(nested.getitem(fragment.state.obs, 0))
+        group_of_column = self.groups_of(nested.getitem(fragment.state.obs, 0)).cpu()
         for k, (name, member) in enumerate(self.members.items()):
-            part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
+            part = columns(fragment, (group_of_column == k).nonzero()[:, 0])
             if not part.valid.any():
                 continue
 

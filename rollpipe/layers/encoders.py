@@ -30,12 +30,12 @@ from ..pipes.envs.factories import space_spec
 __all__ = ['OneHot', 'Bits', 'Embeddings', 'ConvTrunk', 'n_out_of', 'ModuleDict', 'Flatten', 'Concatenate', 'encoder_for']
 
 # %% ../../nbs/layers/03_encoders.ipynb #9348ede6
-def _numbers(shape, *numbers):
-    """Make flat int64 arrays of `numbers`, with one entry for each integer of an array of `shape`.
+def _per_integer(shape, *values):
+    """Make a flat int64 array of each of the `values`, for observations of integers `[*shape]`.
 
-    Each of the `numbers` is one number for all integers, or an array of `shape`.
+    A value is one number for all integers, or an array of `shape` with a number for each of them.
     """
-    return [np.broadcast_to(x, shape).reshape(-1).astype(np.int64) for x in numbers]
+    return [np.broadcast_to(x, shape).reshape(-1).astype(np.int64) for x in values]
 
 
 def _flat(obs, event_ndim):
@@ -49,7 +49,7 @@ class _Integers(nn.Module):
     Its buffers are constants, so they are not saved.
     """
 
-    is_normalized = True
+    is_normalized = True  # the features need no running normaliser, see `encoder_for`
     owner: Tensor  # for each feature, the index of the integer it encodes; not in `Embeddings`
 
     def __init__(self, shape: tuple, **constants: np.ndarray):
@@ -82,14 +82,14 @@ class OneHot(_Integers):
     values: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
-        n, start = _numbers(shape, n, start)
+        n, start = _per_integer(shape, n, start)
 
         # `owner` and `values` need 8 bytes for each feature.
         n_out = int(n.sum())
         check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
 
         # Feature k is 1 where integer number `owner[k]` has the value `values[k]`.
-        ranges = [np.arange(first, first + k) for first, k in zip(start, n)]
+        ranges = [np.arange(first, first + size) for first, size in zip(start, n)]
         owner = np.repeat(np.arange(len(n)), n)
         super().__init__(shape, owner=owner, values=np.concatenate(ranges))
         self.n_out = n_out
@@ -113,15 +113,15 @@ class Bits(_Integers):
     power: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
-        n, start = _numbers(shape, n, start)
+        n, start = _per_integer(shape, n, start)
 
         # Feature k is the bit with the value `power[k]` of integer number `owner[k]`.
-        n_bits = [max(int(k - 1).bit_length(), 1) for k in n]
+        n_bits = [max(int(size - 1).bit_length(), 1) for size in n]
         super().__init__(
             shape,
             owner=np.repeat(np.arange(len(n)), n_bits),
             start=np.repeat(start, n_bits),
-            power=np.concatenate([1 << np.arange(k) for k in n_bits]),
+            power=np.concatenate([1 << np.arange(size) for size in n_bits]),
         )
         self.n_out = sum(n_bits)
 
@@ -151,7 +151,7 @@ class Embeddings(_Integers):
         start: Any = 0,
         size: int = 16,
     ):
-        n, start = _numbers(shape, n, start)
+        n, start = _per_integer(shape, n, start)
 
         # The rows of the first integer come first in `table`, then those of the second, and so on.
         # The row of a value is the value plus `offset`.
@@ -198,8 +198,8 @@ def _check_layer(layer, n, size, name):
     """Check that `layer` describes a convolution of images `[n, *size]`.
 
     Raises:
-        DataError: it does not, or there is no memory for its parameters. The message calls it
-            `name`.
+        DataError: `layer` describes none, or there is no memory for its parameters. The message
+            calls the layer `name`.
     """
     if not isinstance(layer, (tuple, list)) or len(layer) != 3:
         raise DataError(
@@ -248,7 +248,7 @@ class ConvTrunk(nn.Module):
         torch.Size([8, 512])
     """
 
-    is_normalized = True
+    is_normalized = True  # the features need no running normaliser, see `encoder_for`
     large = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
     small = ((16, 3, 1),)
 
@@ -260,15 +260,15 @@ class ConvTrunk(nn.Module):
     ):
         super().__init__()
         self.shape = tuple(shape)
-        self.planes, self.channels_last = _layout(self.shape)
-        is_large = min(self.planes[1:]) >= 36
+        self.image_shape, self.channels_last = _layout(self.shape)
+        is_large = min(self.image_shape[1:]) >= 36
         if layers is None:
             layers = self.large if is_large else self.small
         if not isinstance(layers, (tuple, list)):
             raise DataError("layers: not a list of convolutions", got=repr(layers))
 
-        # Each convolution reads `n` planes of `size` pixels, and writes smaller ones.
-        n, *size = self.planes
+        # Each convolution reads `n` channels of `size` pixels, and writes smaller ones.
+        n, *size = self.image_shape
         convolutions = []
         for k, layer in enumerate(layers):
             _check_layer(layer, n, size, f"layers[{k}]")
@@ -291,7 +291,7 @@ class ConvTrunk(nn.Module):
         x = obs.reshape(-1, *self.shape)
         if self.channels_last:
             x = x.movedim(-1, -3)
-        x = x.reshape(-1, *self.planes)
+        x = x.reshape(-1, *self.image_shape)
         x = x.float() / 255 if x.dtype is torch.uint8 else x.float()
 
         # On a CPU the gradients of large images take a quarter less time in this layout.

@@ -37,8 +37,9 @@ def noise_device(generator: Generator | None) -> torch.device | None:
 class Categorical:
     """One of `n` integers, from `start` to `start + n - 1`.
 
-    The parameters are logits `[*lead, n]`, actions are int64 `[*lead]`. A logit of -inf forbids its
-    action. At least one logit of each row must be finite.
+    The parameters are logits `[*lead, n]`, actions are int64 `[*lead]`. `*lead` stands for any
+    leading dimensions, such as `[T, B]`. A logit of -inf forbids its action. At least one logit of
+    each row must be finite.
 
     Args:
         n: number of actions
@@ -241,22 +242,22 @@ class MultiCategorical:
         act = act.flatten(act.ndim - len(self.shape)).long()
         if self.start:
             act = act - act.new_tensor(self.start)
-        return self._row.log_prob(self._rows(params), act).sum(-1)
+        return self._dist_of_row.log_prob(self._rows(params), act).sum(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
-        return self._row.entropy(self._rows(params)).sum(-1)
+        return self._dist_of_row.entropy(self._rows(params)).sum(-1)
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
-        return self._row.kl(self._rows(p), self._rows(q)).sum(-1)
+        return self._dist_of_row.kl(self._rows(p), self._rows(q)).sum(-1)
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
-        rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.0)).unbind(-2)
+        rows = self._dist_of_row.fisher(self._rows(params), self._rows(tangent, 0.0)).unbind(-2)
         # The rows are concatenated again, without their padding.
         return torch.cat([row[..., :n] for row, n in zip(rows, self.n)], -1)
 
     @property
-    def _row(self):
-        "The distribution of one padded row of `_rows`."
+    def _dist_of_row(self):
+        "The distribution of one row of `_rows`."
         return Categorical(max(self.n))
 
     def _rows(self, x, fill=-torch.inf):
@@ -572,14 +573,15 @@ class JointHead(nn.Module):
 
     def __init__(self, heads: Any):
         super().__init__()
-        # The heads as a list, and in their container the index of each head in this list
-        places = range(len(heads))
+        # `self.heads` is a plain list. `self.index` is like the container `heads`, but has in place
+        # of each head its index in that list.
+        indices = range(len(heads))
         if isinstance(heads, dict):
             self.heads = nn.ModuleList(heads.values())
-            self.index = dict(zip(heads, places))
+            self.index = dict(zip(heads, indices))
         else:
             self.heads = nn.ModuleList(heads)
-            self.index = type(heads)(places)
+            self.index = type(heads)(indices)
         self.dist = Joint(map_parts(lambda head: head.dist, heads))
 
     def forward(self, x: Tensor) -> Any:

@@ -553,13 +553,15 @@ class PolicyAverage(nn.Module):
         for average, newest in zip(self.policy.parameters(), actor.parameters()):
             average.lerp_(newest, fraction)
 
-        # Buffers are copied. A module whose buffers have a mean names these in `averaged`.
-        for module, newest in zip(self.policy.modules(), actor.modules()):
-            for name, average in module.named_buffers(recurse=False):
+        # Buffers are copied, except those that a module names in its attribute `averaged`: they are
+        # averaged as the weights are.
+        for module, newest_module in zip(self.policy.modules(), actor.modules()):
+            for name, buffer in module.named_buffers(recurse=False):
+                newest = newest_module.get_buffer(name)
                 if name in getattr(module, "averaged", ()):
-                    average.lerp_(newest.get_buffer(name), fraction)
+                    buffer.lerp_(newest, fraction)
                 else:
-                    average.copy_(newest.get_buffer(name))
+                    buffer.copy_(newest)
         bump_version(self.policy, to=version_of(actor))
 
     def restore(

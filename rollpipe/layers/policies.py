@@ -265,6 +265,9 @@ class GaussianPolicy(MLPPolicy):
 def _center_and_half_range(space, owner):
     """Compute the middle of the bounds and half their range, two float32 arrays.
 
+    Unlike `center_and_half_range` of the heads, it refuses a component without two finite bounds,
+    and the range never exceeds the bounds.
+
     Raises:
         SpaceError: `space` is no Box of floats with two finite bounds for each component.
     """

@@ -147,7 +147,8 @@ class EpsilonGreedy(ForSpaces, Actor):
         If k actions are allowed, the result is the one with index `floor(k x)` among them.
         """
         # The index of the chosen action is the number of actions before it. These are the actions
-        # up to which no more than `floor(k x)` actions are allowed.
+        # up to which no more than `floor(k x)` actions are allowed. For example, if the actions 1
+        # and 3 of four are allowed, `n_allowed_up_to` is [0, 1, 1, 2], and x = 0.5 gives action 3.
         n_allowed_up_to = self.action_mask.allowed(obs).long().cumsum(-1)
         scaled = x * n_allowed_up_to[..., -1]
         return (n_allowed_up_to <= scaled.unsqueeze(-1)).sum(-1)

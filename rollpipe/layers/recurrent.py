@@ -34,6 +34,14 @@ class Packing(NamedTuple):
     rows of all pieces, then their second rows, and so on. Longer pieces come first. Row t of
     environment b has the number `t * B + b`.
 
+    In this example, an episode of environment 0 begins in row 1. The longest piece has the rows 1,
+    3, 5 of environment 1, the next one the rows 2, 4 of environment 0, and the last one its row 0:
+
+    >>> fin = torch.tensor([[False, False], [True, False], [False, False]])
+    >>> packing = pack_episodes(fin)
+    >>> packing.order.tolist(), packing.sizes.tolist()
+    ([1, 2, 0, 3, 4, 5], [3, 2, 1])
+
     Args:
         order: int64 [T * B]: for each position in the packed sequence, the number of its row
         position: int64 [T * B]: for each row, its position in the packed sequence
@@ -315,6 +323,7 @@ class GRU(Recurrent):
         w: Tensor,
         b: Tensor,
     ) -> Tensor:
+        # The gates: r resets the memory, z keeps it, n is the new memory.
         memory_gates = torch.addmm(b, h, w)
         rz, n = memory_gates.split([2 * self.n_out, self.n_out], 1)
         r, z = torch.sigmoid(x_rz + rz).chunk(2, 1)
@@ -360,6 +369,7 @@ class LSTM(Recurrent):
         return (x,)
 
     def cell(self, x: Tensor, hx: tuple, w: Tensor, b: Tensor) -> tuple:
+        # The gates: i for input, f for what is kept, g for the new memory, o for output.
         h, c = hx
         i, f, g, o = (x + torch.addmm(b, h, w)).chunk(4, 1)
         retained = torch.sigmoid(f) * c

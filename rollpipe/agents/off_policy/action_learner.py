@@ -192,24 +192,24 @@ def action_value_loss(
 
     # Errors of each critic [k, T, B], 0 where a row is not valid
     q = check_values(critic(*steps_taken(fragment)), valid, "Q(s, a)", many=True)
-    error = (check_values(target, valid, "target") - q).masked_fill(~valid, 0.0)
+    errors_of_critics = (check_values(target, valid, "target") - q).masked_fill(~valid, 0.0)
 
     n = valid.sum()
-    square = error.square()
+    square = errors_of_critics.square()
     if weight is not None:
         square = weight * square
     loss = 0.5 * square.sum() / n
 
     # The loss is half the sum over the critics. The metric is the mean over the critics.
     with torch.no_grad():
-        size = error.abs().mean(0)
+        errors = errors_of_critics.abs().mean(0)
         metrics = dict(
             loss_value=2 * loss / len(q),
             q_mean=_mean(q.mean(0), valid, n),
             q_target=_mean(target, valid, n),
-            td_error=size.sum() / n,
+            td_error=errors.sum() / n,
         )
-    return loss, metrics, size.detach()
+    return loss, metrics, errors.detach()
 
 
 def soft_policy_loss(
@@ -285,8 +285,8 @@ def _adam(params, lr):
 class ActionLearner(ReplayLearner, ByAdam):
     """Base of learners of continuous actions from a replay memory.
 
-    A subclass writes `critic_target(fragment)` and `policy_loss(fragment)`. `optimizers` is a
-    dict of name -> optimiser.
+    A subclass writes `critic_target(fragment)` and `policy_loss(fragment)`. `optimizers` has an
+    optimiser for each network, 'critic' and 'policy', and a subclass may add others.
 
     Args:
         actor: the policy, with a buffer `is_random`
@@ -327,7 +327,7 @@ class ActionLearner(ReplayLearner, ByAdam):
     def rates(self) -> list:
         """Pairs of a parameter group and the option that is its learning rate.
 
-        It is `critic_lr` for the critic if that is set, or else `lr`.
+        The option is `critic_lr` for a critic with a rate of its own, and otherwise `lr`.
         """
         pairs = []
         for name, optimizer in self.optimizers.items():
@@ -378,7 +378,7 @@ class ActionLearner(ReplayLearner, ByAdam):
         )
 
     def copy_buffers(self) -> None:
-        "As `ReplayLearner.copy_buffers`, from the critic: the target network is its copy."
+        "As `ReplayLearner.copy_buffers`, but the target network is here a copy of the critic."
         update_buffers(self.target, self.critic)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
@@ -466,7 +466,7 @@ class DeterministicLearner(ActionLearner):
         self.target_actor = copy.deepcopy(self.actor).requires_grad_(False)
 
     def copy_buffers(self) -> None:
-        "As `ActionLearner.copy_buffers`; the policy's target network gets its buffers, too."
+        "As `ActionLearner.copy_buffers`; the target policy also gets the policy's buffers."
         super().copy_buffers()
         update_buffers(self.target_actor, self.actor)
 
@@ -549,17 +549,18 @@ class SoftLearner(ActionLearner):
             # The logarithm of the temperature is learnt, so it must be above 0.
             check_range(self, 1e-9, first_temperature=self.first_temperature)
 
-        # The target of the entropy, by default minus the number of dimensions
+        # The option `target_entropy`, or its default: minus the number of dimensions
         box = self.actor.box
         if self.target_entropy is None:
-            self.entropy_target = -float(box.center.numel())
+            self.entropy_goal = -float(box.center.numel())
         else:
-            self.entropy_target = self.target_entropy
+            self.entropy_goal = self.target_entropy
 
-        # The temperature at the start
+        # The temperature at the start. If it is fixed, `fixed_temperature` is used, and otherwise
+        # `log_temperature`.
         start = self.first_temperature if self.temperature is None else self.temperature
         device = box.center.device
-        self.fixed = torch.tensor(float(start)).to(device)
+        self.fixed_temperature = torch.tensor(float(start)).to(device)
         log_start = torch.tensor(log(max(start, 1e-9))).to(device)
         self.log_temperature = log_start.requires_grad_(not self.is_fixed)
         if not self.is_fixed:
@@ -568,7 +569,9 @@ class SoftLearner(ActionLearner):
     @property
     def entropy_weight(self) -> torch.Tensor:
         "The present weight of the entropy, relative to the reward, float32 `[]`."
-        return self.fixed if self.is_fixed else self.log_temperature.detach().exp()
+        if self.is_fixed:
+            return self.fixed_temperature
+        return self.log_temperature.detach().exp()
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "See `soft_target`."
@@ -589,7 +592,7 @@ class SoftLearner(ActionLearner):
 
         # The policy
         noise = self.noise(fragment)
-        loss, metrics = soft_policy_loss(
+        policy_loss, metrics = soft_policy_loss(
             fragment,
             self.actor,
             self.critic,
@@ -598,11 +601,11 @@ class SoftLearner(ActionLearner):
         )
         entropy = metrics["entropy"] - self.actor.box.log_volume
         metrics = metrics | dict(temperature=temperature)
-        metrics = self.optimizer_step("policy", loss, "loss_policy", metrics, n)
+        metrics = self.optimizer_step("policy", policy_loss, "loss_policy", metrics, n)
 
         # The temperature, towards the target of the entropy
         if not self.is_fixed:
-            loss = temperature_loss(self.log_temperature, entropy, self.entropy_target)
+            loss = temperature_loss(self.log_temperature, entropy, self.entropy_goal)
             self.optimizer_step("temperature", loss, "temperature", n=n)
         return metrics
 

@@ -29,7 +29,8 @@ __all__ = ['DeepQLearner', 'levels', 'quantile_penalty', 'quantile_td', 'DQN', '
 class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     """Base of deep Q-learners.
 
-    A subclass writes `loss(fragment, weight)`, and passes `td_options` on to `td_loss`.
+    A subclass writes `loss(fragment, weight)`, which passes the options in `td_options` to
+    `td_loss`.
 
     Args:
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
@@ -135,7 +136,7 @@ def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     """The loss of quantile regression, `[...]`.
 
     The loss is the sum over quantiles `i` of the mean over samples `j` of
-    `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`, where `uᵢⱼ = goalⱼ - valueᵢ`.
+    `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`, where `uᵢⱼ = goalⱼ - valueᵢ`, and τᵢ are the `levels`.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
     https://arxiv.org/abs/1710.10044, equations 8 to 10. The authors do not divide `size` by
@@ -149,9 +150,9 @@ def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     """
     u = goal.unsqueeze(-2) - value.unsqueeze(-1)
     size = huber_penalty(u, huber) / (2 * huber) if huber else u.abs()
-    tau = levels(value.shape[-1], value).unsqueeze(-1)
+    level = levels(value.shape[-1], value).unsqueeze(-1)
     is_negative = (u < 0).to(u.dtype)
-    slope = (tau - is_negative).abs()
+    slope = (level - is_negative).abs()
     return (slope * size).mean(-1).sum(-1)
 
 # %% ../../../nbs/agents/14_off_policy/03_q_learner.ipynb #e53f8225

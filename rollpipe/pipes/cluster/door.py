@@ -186,7 +186,10 @@ def descendants(pid: int) -> list:
 
 
 def _start(ray, ending: ExitStack) -> None:
-    "Start Ray on this machine, for this process alone."
+    """Start Ray on this machine, for this process alone.
+
+    Closing `ending` ends Ray again, and undoes all that the start has changed.
+    """
     # These settings hold until Ray ends. If Ray is imported already, it ignores the variable for
     # the loopback interface, so its constant is replaced, too.
     ending.enter_context(_environment(_own_settings()))
@@ -256,7 +259,7 @@ def _explicit(ray, address):
 
 
 def _connect(ray, address: str, ending: ExitStack) -> None:
-    "Connect this process with the cluster at this address."
+    "Connect this process with the cluster at this address. Closing `ending` disconnects it."
     address = _explicit(ray, address)
     _check_somebody_listens(address)
     _read_settings(ray)
@@ -438,12 +441,12 @@ def actor_options(resources: dict) -> dict:
     return options
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #4f0e25fa
-def _places(node, needs) -> float:
-    "The number of workers with these needs for which the node has room."
+def _max_workers(node, needs) -> float:
+    "The number of workers with these needs for which the node has room; inf if they need nothing."
     # Amounts are divided as whole numbers of units, because 1.0 // 0.2 is 4.
     units = lambda amount: round(amount / UNIT)
-    places = (units(node.get(name, 0)) // units(amount) for name, amount in needs.items())
-    return min(places, default=float("inf"))
+    per_resource = (units(node.get(name, 0)) // units(amount) for name, amount in needs.items())
+    return min(per_resource, default=float("inf"))
 
 
 def _text(amounts) -> str:
@@ -465,7 +468,7 @@ def check_capacity(nodes: Iterable, resources: dict, n: int, pipe: Any = None) -
     """
     needs = needs_of(resources)
     nodes = list(nodes)
-    if sum(_places(node, needs) for _, node in nodes) >= n:
+    if sum(_max_workers(node, needs) for _, node in nodes) >= n:
         return
 
     # The error says how much of these resources each node has, and how many CPUs.
@@ -524,12 +527,11 @@ class ClusterPlace:
 
         # Check each option by itself.
         check_resources(resources, self.pipe)
-        is_allowed = is_address(address)
-        self._check("address", is_allowed, "'auto', 'host:port', 'ray://host:port', or None")
-        is_allowed = runtime_env is None or isinstance(runtime_env, dict)
-        self._check("runtime_env", is_allowed, "a dict, or None")
-        is_allowed = placement in (None, "spread", "pack")
-        self._check("placement", is_allowed, "'spread', 'pack', or None")
+        addresses = "'auto', 'host:port', 'ray://host:port', or None"
+        self._check("address", is_address(address), addresses)
+        self._check("runtime_env", isinstance(runtime_env, (dict, type(None))), "a dict, or None")
+        placements = "'spread', 'pack', or None"
+        self._check("placement", placement in (None, "spread", "pack"), placements)
 
         # Ray cannot pack workers that need nothing.
         if placement == "pack" and resources is not None and not needs_of(resources):
@@ -586,10 +588,10 @@ class ClusterPlace:
 
         It reserves room for them until it is removed.
         """
-        needs = needs_of(self.needs())
-        if self.placement != "pack" or not needs:
+        bundle = needs_of(self.needs())
+        if self.placement != "pack" or not bundle:
             return None
-        return ray.util.placement_group([needs] * n, strategy="PACK")
+        return ray.util.placement_group([bundle] * n, strategy="PACK")
 
     def options(self, ray: Any, group: Any = None, index: int = 0) -> dict:
         """Ray's options for the actor of a worker.

@@ -38,7 +38,8 @@ from ..workers.slots import Layout, Slot
 class Outbox(list):
     """Takes the place of a worker's connection.
 
-    It stores messages until the next answer brings them to the driver.
+    It stores messages until the next answer brings them to the driver, the process whose pipeline
+    uses the worker.
     """
 
     send = list.append
@@ -214,8 +215,9 @@ class LaneServer(LaneRunner):
             return (self.state(lane),)
 
         # A slot of the driver may be for several items, but the slot here is for one. So the layout
-        # is replaced by one for a single item, and the position by 0.
-        self.lane, _, _, _, layout = request
+        # is replaced by one for a single item, and slot and position by 0. The latest weights
+        # collect the item, whatever number the request has.
+        self.lane, _slot, _position, _publication, layout = request
         memory = self.slot.layout_memory
         if layout is not None:
             _, arrays = layout
@@ -226,8 +228,8 @@ class LaneServer(LaneRunner):
         if reply.publication is None:
             return tuple(reply), memory.view()[:0]
 
-        # The arrays of the layout come first in the memory. If no entry was used, they are not
-        # sent.
+        # The arrays of the layout come first in the memory. If the item used none of them, they are
+        # not sent.
         end = self.writer.end
         n_free = len(self.writer.entries.free)
         begin = 0 if n_free < len(self.layout.arrays) else self.layout.size
@@ -331,8 +333,8 @@ class RemoteWorker:
         # calls whose answers were not taken yet, oldest first.
         self.actor = ray.remote(WorkerActor).options(**options).remote()
         self.kill = weakref.finalize(self, _kill, os.getpid(), ray, self.actor)
-        self.started = self.actor.begin.remote(name, *args)
-        self.unanswered = deque([self.started])
+        self.begin_reference = self.actor.begin.remote(name, *args)
+        self.unanswered = deque([self.begin_reference])
 
     @property
     def has_started(self) -> bool:
@@ -355,7 +357,8 @@ class RemoteWorker:
         "Send a request: the arguments of `WorkerActor.answer`."
         # Until the driver knows that the worker has started, a request waits for the answer of
         # `begin`: so if a request kills the worker, the driver has the answer of `begin` before.
-        started = {} if self.has_started else dict(started=self.started)
+        # Ray waits for each argument that is a reference.
+        started = {} if self.has_started else dict(started=self.begin_reference)
         self.unanswered.append(self.actor.answer.remote(*message, **started))
 
     def take(self) -> Any:
@@ -385,10 +388,10 @@ class RemoteWorker:
         ready, _ = self.ray.wait([self.unanswered[0]], timeout=timeout)
         return bool(ready)
 
-    def _read(self, answer) -> tuple:
-        "The content of an answer. Logs the worker's warnings."
+    def _read(self, reference) -> tuple:
+        "The answer that a reference stands for. Logs the worker's warnings."
         try:
-            messages, *rest = self.ray.get(answer)
+            messages, *rest = self.ray.get(reference)
         except self.ray.exceptions.RayError as e:
             raise self._death(e) from None
         for kind, *content in messages:
@@ -437,8 +440,8 @@ class RemoteWorker:
         strategies = self.ray.util.scheduling_strategies
         on_its_node = strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
         options = dict(num_cpus=0, max_retries=0, scheduling_strategy=on_its_node)
-        answer = self.ray.remote(_called).options(**options).remote(function)
-        return None if timeout is None else self.ray.get(answer, timeout=timeout)
+        reference = self.ray.remote(_called).options(**options).remote(function)
+        return None if timeout is None else self.ray.get(reference, timeout=timeout)
 
     def close(self) -> BaseException | None:
         "End the worker. Returns the error that it sent at the end, or None."
@@ -469,16 +472,16 @@ def end_remote(workers: Iterable, failed: bool = False) -> list:
 def _close_remote(ray, workers, failed) -> list:
     "Ask the workers to close, and interrupt those that do not. Returns the errors that they sent."
     # Ask the workers to close, also those that are starting, which may soon have environments. If
-    # something has failed, these are not asked.
-    worker_of = {}  # answer to the call of `close` -> worker
+    # something has failed, workers that are starting are not asked.
+    worker_of = {}  # reference to the answer of `close` -> worker
     for worker in workers:
         if worker.has_started or not failed:
             worker_of[worker.actor.close.remote()] = worker
     not_closed = _not_ready(ray, list(worker_of), timeout=0.0 if failed else 0.5)
 
     # Interrupt those that have not closed.
-    for answer in not_closed:
-        worker = worker_of[answer]
+    for reference in not_closed:
+        worker = worker_of[reference]
         if worker.has_started:
             worker.on_node(partial(end_process, worker.pid))
     grace = max(worker.grace for worker in workers)
@@ -486,10 +489,10 @@ def _close_remote(ray, workers, failed) -> list:
 
     # Collect the errors, and report the workers that will be killed.
     errors = []
-    for answer, worker in worker_of.items():
-        errors += _errors_of(worker, [*worker.unanswered, answer])
-    for answer in () if failed else not_closed:
-        worker = worker_of[answer]
+    for reference, worker in worker_of.items():
+        errors += _errors_of(worker, [*worker.unanswered, reference])
+    for reference in () if failed else not_closed:
+        worker = worker_of[reference]
         log.warning(
             f"{worker} was killed while it was closing: it had not ended {worker.grace:g} s after "
             "SIGTERM"
@@ -497,23 +500,23 @@ def _close_remote(ray, workers, failed) -> list:
     return errors
 
 
-def _not_ready(ray, answers, timeout) -> list:
-    "The answers that have not arrived after at most `timeout` seconds."
-    if not answers:
+def _not_ready(ray, references, timeout) -> list:
+    "The references whose answers have not arrived after at most `timeout` seconds."
+    if not references:
         return []
-    _, not_ready = ray.wait(answers, num_returns=len(answers), timeout=timeout)
+    _, not_ready = ray.wait(references, num_returns=len(references), timeout=timeout)
     return not_ready
 
 
-def _errors_of(worker, answers) -> list:
-    "The errors in the `answers` of a worker that have arrived. Logs the worker's warnings."
+def _errors_of(worker, references) -> list:
+    "The errors in those answers of a worker that have arrived. Logs the worker's warnings."
     messages = []
     try:
-        for answer in answers:
-            ready, _ = worker.ray.wait([answer], timeout=0)
+        for reference in references:
+            ready, _ = worker.ray.wait([reference], timeout=0)
             if ready:
-                its_messages, *_ = worker._read(answer)
-                messages += its_messages
+                messages_of_answer, *_ = worker._read(reference)
+                messages += messages_of_answer
     except WorkerDied:
         return []
     return [unpack_exception(*content) for kind, *content in messages if kind == "error"]

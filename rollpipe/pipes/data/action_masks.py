@@ -83,15 +83,15 @@ def _masked(x, mask, sizes):
 
 
 def _opened(mask, sizes):
-    """The mask, numpy, as `allowed` reads it.
+    """A mask of numpy that allows a value of each integer.
 
-    Where it allows no value of an integer, the result allows all values of that integer.
+    Where `mask` allows no value of an integer, the result allows all values of that integer.
     """
 
-    def opened(sizes, mask):
-        return allowed(torch.from_numpy(mask), sizes).numpy().astype(mask.dtype)
+    def opened_part(part_sizes, part):
+        return allowed(torch.from_numpy(part), part_sizes).numpy().astype(part.dtype)
 
-    return _each(opened, sizes, mask)
+    return _each(opened_part, sizes, mask)
 
 
 def _leaves(mask, sizes, leaf):
@@ -342,7 +342,8 @@ class ActionMask:
         )
         for x, sizes, leaf in leaves:
             # Does each integer have an allowed value? The values of an integer begin at its entry
-            # in `begins`, and `reduceat` combines them up to the next entry.
+            # in `begins`, which is [0, 2] for sizes (2, 3), and `reduceat` combines them up to the
+            # next entry.
             begins = np.cumsum((0, *sizes[:-1]))
             has_action = np.logical_or.reduceat(x != 0, begins, -1).all(-1)
             stuck = ~has_action & acting

@@ -395,19 +395,33 @@ def available_memory() -> int:
         pass
 
     # Memory that the control group of this process has left, for version 2 and for version 1
-    for group, limit, used, prefix in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        try:
-            with open(f"{group}/{limit}") as file:
-                max_bytes = int(file.read())
-            with open(f"{group}/{used}") as file:
-                unused = max_bytes - int(file.read())
-            limits.append(unused + _file_bytes(f"{group}/memory.stat", prefix))
-        except (OSError, ValueError):
-            pass  # there is no control group, or its limit is "max"
+    limits += _left_in_group("/sys/fs/cgroup", limit="memory.max", used="memory.current", prefix="")
+    limits += _left_in_group(
+        "/sys/fs/cgroup/memory",
+        limit="memory.limit_in_bytes",
+        used="memory.usage_in_bytes",
+        prefix="total_",
+    )
     return max(0, min(limits))
+
+
+def _left_in_group(folder, limit, used, prefix) -> list:
+    """Bytes of memory that a control group has left, in a list; `[]` if it has no limit.
+
+    Args:
+        folder: folder of the control group
+        limit: name of the file with the limit
+        used: name of the file with the memory that is used
+        prefix: prefix of the names in the file `memory.stat` that count the whole group
+    """
+    try:
+        with open(f"{folder}/{limit}") as file:
+            max_bytes = int(file.read())
+        with open(f"{folder}/{used}") as file:
+            unused = max_bytes - int(file.read())
+        return [unused + _file_bytes(f"{folder}/memory.stat", prefix)]
+    except (OSError, ValueError):
+        return []  # there is no control group, or its limit is "max"
 
 
 def _file_bytes(stat, prefix):
