@@ -29,7 +29,7 @@ class Connects(Exception):
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    monkeypatch.setattr(files, "_NAMED", set())
+    monkeypatch.setattr(files, "_NAMED_ADDRESSES", set())
 
     def connect(self):
         raise Connects(self.address)
@@ -129,7 +129,7 @@ def test_a_file_of_settings_names_no_cluster(stranger, tmp_path, capsys):
         f'lanes = 2\nworkers = 1\nreading = "ray"\naddress = "{EVIL}"\n'
     )
     for file in (stranger / "config.json", tmp_path / "own.toml"):
-        files._NAMED.clear()
+        files._NAMED_ADDRESSES.clear()
         words = ["train", "trpo", "CartPole-v1", *SMALL, "--config", file, "--out", tmp_path / "x"]
         assert rollpipe(*words) == 2
         assert f"Expected --address {EVIL}" in capsys.readouterr().err

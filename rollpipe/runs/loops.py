@@ -226,9 +226,9 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
         file.unlink(missing_ok=True)  # the journal of an earlier loop
     n = checkpoint.counters.get("batches", 0) if checkpoint else 0
 
-    def differs(*lines):
+    def on_difference(earlier, now, after):
         "Called by the journal for a batch that differs from its earlier line."
-        text = difference_in_words(path, *lines)
+        text = difference_in_words(path, earlier, now, after)
         if exact:
             raise DataError(
                 text, leaf="exact", expected="the batches of its journal; or exact=False"
@@ -236,7 +236,7 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
         _log.warning(text)
 
     counters = dict(updates=n, steps=0, resumes=0)
-    return Journal(file, counters, {}, differs=None if reason else differs)
+    return Journal(file, counters, {}, on_difference=None if reason else on_difference)
 
 
 def _why_not_exact(checkpoint: Checkpoint, pipe: Any, ordered: dict) -> str | None:

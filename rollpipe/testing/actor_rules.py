@@ -83,10 +83,7 @@ def _random_states(space, act_space, T, B, seed):
 
     def draw(space):
         space.seed(seed)
-        return nested.map(
-            lambda x: x.reshape(T, B, *x.shape[1:]),
-            sampled(space, T * B),
-        )
+        return nested.map(lambda x: x.reshape(T, B, *x.shape[1:]), sampled(space, T * B))
 
     # In row 1 an episode begins only in environment 0, so both cases occur in one row.
     fin = rng.random((T, B)) < 0.3
@@ -146,9 +143,7 @@ class _Trial:
             "step drew from torch's global generator",
         )
         self.report.check(
-            ACTOR_INPUTS_KEPT,
-            same((state, hx), before),
-            "step changed the state or hx",
+            ACTOR_INPUTS_KEPT, same((state, hx), before), "step changed the state or hx"
         )
 
         # The answer
@@ -269,10 +264,7 @@ def _check_batch(report, trial, state, hx, T, B):
     memory = hx
     for t in range(T):
         if nested.leaves(hx) and state.fin[t].any():
-            memory = trial.reset(
-                memory,
-                state.fin[t].nonzero()[:, 0].tolist(),
-            )
+            memory = trial.reset(memory, state.fin[t].nonzero()[:, 0].tolist())
         act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
         acts.append(nested.snapshot(act))
         infos.append(nested.snapshot(info))
@@ -296,10 +288,7 @@ def _check_columns(report, trial, row, hx, noise):
     for b in range(B):
         # Column `b` of the inputs, and of the answer for all environments
         column = (slice(None), slice(b, b + 1))
-        its_row, its_hx, its_noise, expected = nested.getitem(
-            (row, hx, noise, together),
-            column,
-        )
+        its_row, its_hx, its_noise, expected = nested.getitem((row, hx, noise, together), column)
         alone = trial.step(its_row, its_hx, noise=its_noise)
         report.check(
             ACTOR_COLUMNS,
@@ -429,11 +418,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     answer = trial.step(row, hx, seed=1)
     first = nested.snapshot(answer)
     _, hx_of_other, _ = trial.step(_rows(other_states, 1), hx, seed=2)
-    report.check(
-        ACTOR_FRESH,
-        same(answer, first),
-        "the first answer changed with the second call",
-    )
+    report.check(ACTOR_FRESH, same(answer, first), "the first answer changed with the second call")
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
 
@@ -442,9 +427,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
         trial.step(_rows(other_states, 1), hx, seed=3, virtual=True)
         again = nested.snapshot(trial.step(row, hx, seed=1))
         report.check(
-            ACTOR_VIRTUAL,
-            same(again, first),
-            "the same call gave another answer after it",
+            ACTOR_VIRTUAL, same(again, first), "the same call gave another answer after it"
         )
 
         # The previous action and reward must not matter, because row 0 begins new episodes.

@@ -47,20 +47,10 @@ class NarrowPath(gym.Env):
         self.length = check_integer("length", length, pipe=self)
         self.cost = cost
         if not 0 <= cost < 1:
-            raise DataError(
-                "out of range",
-                pipe=self,
-                expected="0 <= cost < 1",
-                got=f"cost={cost}",
-            )
+            raise DataError("out of range", pipe=self, expected="0 <= cost < 1", got=f"cost={cost}")
         self.observation_space = Discrete(length + 1)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.place = 0
         return self.place, {}
@@ -129,12 +119,7 @@ class Steering(gym.Env):
                 "out of range", pipe=self, expected="effort > 0", got=f"effort={effort}"
             )
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.x = self.np_random.uniform(-1, 1)
         self.count = 0
@@ -235,12 +220,7 @@ class Gates(gym.Env):
             return dict(gate=self.gate, action_mask=self.mask()), {}
         return self.gate, dict(action_mask=self.mask())
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.gate = 0
         return self._look()
@@ -291,12 +271,7 @@ class Recall(gym.Env):
         self.observation_space = Box(0, 1, (n_cues + 2,))
         self.action_space = Discrete(n_cues)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.cue = int(self.np_random.integers(self.n_cues))
         self.count = 0
@@ -338,8 +313,7 @@ class Luck(gym.Env):
 
     action_space = Discrete(2)
     observation_space = Dict(
-        cue=Box(0, 1, (2,), np.float32),
-        luck=Box(-np.inf, np.inf, (1,), np.float32),
+        cue=Box(0, 1, (2,), np.float32), luck=Box(-np.inf, np.inf, (1,), np.float32)
     )
 
     def __init__(self, length: int = 16, scale: float = 10.0):
@@ -351,12 +325,7 @@ class Luck(gym.Env):
         self.cue = int(self.np_random.integers(2))
         return dict(cue=np.eye(2, dtype=np.float32)[self.cue], luck=self.luck)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.luck = self.np_random.normal(scale=self.scale, size=1).astype(np.float32)
         self.n_left = self.length
@@ -430,12 +399,7 @@ class BitFlip(gym.Env):
     ) -> np.ndarray:
         return self._is_reached(achieved_goal, desired_goal) & self.ends
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.here = self._draw()
         self.goal = self._draw()

@@ -46,11 +46,7 @@ class Wish(NamedTuple):
 
 
 # the values of `Observer.when`, in the order in which their observers are called
-STAGES = (
-    "update",
-    "record",
-    "saved",
-)
+STAGES = ("update", "record", "saved")
 
 
 class Observer:
@@ -142,17 +138,11 @@ def observer_of(x: Any) -> Observer:
         if x.when in STAGES:
             return x
         stages = ", ".join(STAGES)
-        raise DataError(
-            f"{type(x).__name__}.when",
-            expected=f"one of {stages}",
-            got=repr(x.when),
-        )
+        raise DataError(f"{type(x).__name__}.when", expected=f"one of {stages}", got=repr(x.when))
     if callable(x) and not isinstance(x, type):
         return _Function(x)
     raise DataError(
-        "this is no callback",
-        expected="an Observer, or a function (run, record)",
-        got=repr(x)[:80],
+        "this is no callback", expected="an Observer, or a function (run, record)", got=repr(x)[:80]
     )
 
 # %% ../../nbs/traces/04_observers.ipynb #4ccee741
@@ -183,13 +173,7 @@ class Observers:
             for observer in self.at(*stages):
                 # It is closed even if its `begin` fails.
                 closing.push(partial(_close, observer))
-                self.news.update(
-                    self._metrics_of(
-                        observer,
-                        observer.begin(run),
-                        {},
-                    )
-                )
+                self.news.update(self._metrics_of(observer, observer.begin(run), {}))
             yield
 
     def around(self, update: Callable) -> Callable:
@@ -214,13 +198,7 @@ class Observers:
         part = record if is_open else self.news
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
-            part.update(
-                self._metrics_of(
-                    observer,
-                    answer,
-                    record if is_open else {},
-                )
-            )
+            part.update(self._metrics_of(observer, answer, record if is_open else {}))
 
     def take_news(self) -> dict:
         "Return the metrics that wait for the next record, and forget them."
@@ -260,12 +238,7 @@ class Observers:
         """
         wish = answer if isinstance(answer, Wish) else Wish(answer)
         source = observer.source or f"the observer {type(observer).__name__}"
-        added(
-            record,
-            wish.metrics,
-            source,
-            observer.taken,
-        )
+        added(record, wish.metrics, source, observer.taken)
         self.save = self.save or wish.save
         if wish.stop and self.stop is None:
             self.stop = str(wish.stop)
@@ -327,13 +300,7 @@ class FlightRecorder(Observer):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        config: dict,
-        history: list,
-        counters: dict,
-        agent: Any,
-        command: str,
+        self, folder: Path, config: dict, history: list, counters: dict, agent: Any, command: str
     ):
         self.path = Path(folder, *CRASH)
         self.config = config
@@ -380,10 +347,7 @@ class FlightRecorder(Observer):
         # only for the batches 1, 2, 4, 8, ...
         is_power_of_two = n & (n - 1) == 0
         if is_power_of_two:
-            self.most = min(
-                MOST,
-                BYTES // max(1, _bytes_in(self.held[-1])),
-            )
+            self.most = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
 
         # One rank alone cannot make an update of several ranks again. So with ranks, there is a
         # snapshot before each update.
@@ -421,10 +385,7 @@ class FlightRecorder(Observer):
 
             # The file has the format of a checkpoint, so that the learner can be read from it.
             self.path.parent.mkdir(exist_ok=True)
-            write_atomically(
-                self.path,
-                to_safetensors("checkpoint", FORMAT_VERSION, content),
-            )
+            write_atomically(self.path, to_safetensors("checkpoint", FORMAT_VERSION, content))
             return f"The update can be made again with: {self.command}"
         except Exception as e:
             return f"What the update learned from could not be written ({describe_exception(e)})"
@@ -453,10 +414,7 @@ def read_crash(folder: str | Path) -> dict:
     path = Path(folder, *CRASH)
     crash = from_safetensors(path, "checkpoint", FORMAT_VERSION).get("crash") or {}
     try:
-        return {
-            **crash,
-            "batches": [*map(remade, crash["batches"])],
-        }
+        return {**crash, "batches": [*map(remade, crash["batches"])]}
     except Exception as e:
         raise CheckpointError(
             f"{path}: damaged, or not of an update that failed ({describe_exception(e)})"
