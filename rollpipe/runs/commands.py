@@ -217,7 +217,7 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
             expected=f"rollpipe train --resume {folder}, or another folder",
         )
 
-    # The configuration for which the user had asked, with the steps of the newest extension
+    # The configuration that the user had asked for then, with the steps of the newest extension
     request = read_request(folder)
     extensions = [x["set"]["steps"] for x in checkpoint.history.named("extended")]
     steps = extensions[-1] if extensions else request["steps"]
@@ -571,6 +571,7 @@ def autotune_command(args: Namespace) -> None:
     try:
         for trial in measuring:
             if not trials:
+                # the head of the table
                 names = {name: name for name in trial.setting}
                 print(table_row(names, "steps/s", "collecting", "slowest"))
             trials.append(trial)

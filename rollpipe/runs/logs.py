@@ -39,8 +39,12 @@ __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'TensorBoard', 'wandb_r
            'write_evaluations', 'is_evaluated', 'is_complete', 'no_run', 'format_number', 'format_duration', 'Progress']
 
 # %% ../../nbs/runs/00_logs.ipynb #010da5c8
+# A record is a dict, name of a metric -> number, about one update. A sink gets each record: it has a
+# `name` for messages, and the methods `write(record)` and `close()`.
+
+
 class TensorBoard:
-    """Writes event files of TensorBoard in the folder `tensorboard`.
+    """A sink that writes event files of TensorBoard in the folder `tensorboard`.
 
     Raises `ImportError` if TensorBoard is not installed.
 
@@ -99,7 +103,7 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
 
 # %% ../../nbs/runs/00_logs.ipynb #24ce9cf3
 class WandB:
-    """A run of Weights & Biases.
+    """A sink that writes to a run of Weights & Biases.
 
     Raises `ImportError` if wandb is not installed, and the errors of `wandb.init`.
 
@@ -701,7 +705,7 @@ class Progress(Observer):
             f"{format_number(speed)}/s",
         ]
 
-        # The newest values of some metrics, if there are any
+        # The newest values of some metrics, if there are any: label, name of the metric, format
         metrics = (
             ("return", "return_mean", ".4g"),
             ("evaluated", "eval_return_mean", ".4g"),

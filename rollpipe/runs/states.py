@@ -209,6 +209,9 @@ def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
 class Stream:
     """The stream of a run: its present iteration, and the state of this between two batches.
 
+    Call `open` with the graph, iterate the result, and call `begin`. Between two batches, `state`
+    gives the state. At the end of the iteration, call `end`.
+
     If `is_joint`, the stream is divided among several ranks, which all call `state` at the same
     moment.
 

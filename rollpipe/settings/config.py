@@ -721,9 +721,11 @@ def build(config: dict, resumes: int = 0) -> tuple:
     env = config["env"]
     env_kwargs = playing(config)["env_kwargs"]
     if env_kwargs.get("atari") is not None:
-        env_kwargs["atari"] = "lives"  # evaluations play whole games
+        # In training, the loss of a life ends an episode. Evaluations play whole games.
+        env_kwargs["atari"] = "lives"
 
-    # Name of a part -> its arguments. A stored configuration lacks options that are newer than it.
+    # Name of a part -> its arguments. `recurrence` and `sharing` are two parts that `parts_for`
+    # needs. A stored configuration lacks options that are newer than it.
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
     options = options_for(name)
     for option in options:

@@ -231,8 +231,8 @@ def _check_reset(report, trial, used, other, B):
     def column(hx, b):
         return nested.getitem(hx, (slice(None), b))
 
-    # Each environment is reset alone. Then the memory of the others must be as before, and its own
-    # memory must be the same after both pasts.
+    # Each environment `b` is reset alone. Then the memory of the others must be as before, and the
+    # memory of `b` must be the same after both pasts.
     for b in range(B):
         after_used = trial.reset(used, [b])
         after_other = trial.reset(other, [b])
@@ -342,7 +342,8 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
         return
 
     trial = _Trial(report, actor, spaces)
-    states = [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
+    states = _random_states(*spaces, T, B, seed)
+    other_states = _random_states(*spaces, T, B, seed + 1)
     copies = _copies(actor)  # made before the actor has answered
     with EvalMode(actor):
         if trial.takes_noise:
@@ -350,17 +351,17 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
         if report.violations:
             return
 
-        # The state of the actor is read after a first call, which may cache values.
-        _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
-        before = _state_of(actor)
-        report.section(_check_answers, report, trial, *states, hx, T, B)
-        after = _state_of(actor)
+        # The first call may cache values in the actor, so its contents are read after it.
+        _, hx, _ = trial.step(_rows(states, 0), None, virtual=True)
+        before = _contents_of(actor)
+        report.section(_check_answers, report, trial, states, other_states, hx, T, B)
+        after = _contents_of(actor)
     changed = [name for name, *_ in nested.differing(before, after)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
 
     trials = [_Trial(report, copy, spaces) for copy in copies]
     if trials and not report.violations:
-        report.section(_check_copies, report, trials, *states)
+        report.section(_check_copies, report, trials, states, other_states)
 
 
 def _copies(actor):
@@ -387,22 +388,23 @@ def _check_copies(report, trials, states, other_states):
 
     # The first copy has seen other states, which must not matter to its answer.
     answer(trials[0], other_states)
-    used, fresh = (answer(trial, states) for trial in trials)
+    used = answer(trials[0], states)
+    fresh = answer(trials[1], states)
     report.check(
         ACTOR_RESUMABLE, same(used, fresh), "one that has answered before gives another answer"
     )
 
 
-def _state_of(actor):
+def _contents_of(actor):
     "List what an actor must not change: name -> comparable value."
     # Parameters and buffers of all its modules, and attributes of other kinds
-    state = {}
+    contents = {}
     for module in modules_in(actor):
         for name, x in module.named_parameters():
-            state[f"parameter {name}"] = comparable(x.detach())
+            contents[f"parameter {name}"] = comparable(x.detach())
         for name, x in module.named_buffers():
-            state[f"buffer {name}"] = comparable(x.detach())
-    return state | compared_attributes(actor)
+            contents[f"buffer {name}"] = comparable(x.detach())
+    return contents | compared_attributes(actor)
 
 
 def _check_answers(report, trial, states, other_states, hx, T, B):

@@ -40,7 +40,8 @@ EVENTS: dict[str, dict[str, Any]] = dict(
     inexact=dict(why=str),
 )
 _INSERTS: dict = dict(insert=str, kwargs=dict)
-_CHANGES = ("resumed", "extended", "edited")  # events with which options change
+# Names of the events that change options
+_CHANGES = ("resumed", "extended", "edited")
 
 
 def _is_event(event):
@@ -148,7 +149,7 @@ class History(list):
     def stopped(self) -> str | None:
         """Why the run stopped before it had made all of its steps.
 
-        None if it did not stop early, or if it was extended afterwards.
+        None if the run did not stop early, or if it was extended afterwards.
         """
         ends = self.named("stopped", "extended")
         return ends[-1].get("why") if ends else None  # `extended` has no `why`
@@ -188,9 +189,10 @@ def with_options(config: dict, values: dict) -> dict:
     """
     config = {**config, "options": {**config.get("options", {})}}
     for name, x in values.items():
-        is_option = name in config["options"]
-        changed = config["options"] if is_option else config
-        changed[name] = x
+        if name in config["options"]:
+            config["options"][name] = x
+        else:
+            config[name] = x
     return config
 
 

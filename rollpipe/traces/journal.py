@@ -285,6 +285,9 @@ def cut(path: str | Path, updates: int) -> None:
 class Journal:
     """Writes the journal of a run that is being trained.
 
+    For each update, call `saw` with the batch, make the update, and call `learned`. Call `mark`
+    before a checkpoint is saved, and `edited` after an edit.
+
     Its lines are of three kinds. A *regular* line is written for a large batch, and otherwise every
     `SPACING` steps. It has checksums of the weights, and stays in the file. A *passing* line is
     written for any other update. It has no new checksums of the weights, and the next line that

@@ -149,6 +149,9 @@ def observer_of(x: Any) -> Observer:
 class Observers:
     """The observers of a training.
 
+    A training is within the context `begun`. It calls `look` at each of the `STAGES` of an update,
+    starts a record with `take_news`, and calls `end` at its end.
+
     Args:
         observers: each is an `Observer`, or a function `(run, record)`
         news: metrics that wait for the next record; this dict is changed
@@ -191,7 +194,7 @@ class Observers:
             stage: one of `STAGES`; at the stage "update", their metrics are added to the record
             record: the metrics of an update; this dict is changed at the stage "update"
         """
-        # Metrics of later stages are kept for the next record.
+        # At the stage "update" the record is open for metrics. Later ones wait for the next record.
         is_open = stage == "update"
         if is_open:
             self.stop = None
@@ -308,11 +311,11 @@ class FlightRecorder(Observer):
         self.counters = counters
         self.agent = agent
         self.command = command
-        # the batches since the snapshot, and the largest number of them
+        # the batches since the last snapshot, and the largest number of them
         self.held: list = []
-        self.most = MOST
-        # the time at which the next snapshot is due
-        self.due = 0.0
+        self.most_held = MOST
+        # the time at which the next snapshot is due [s]
+        self.next_snapshot = 0.0
 
     def around(self, update: Callable) -> Callable:
         """A function that holds the batch, and then calls `update`.
@@ -347,22 +350,22 @@ class FlightRecorder(Observer):
         # only for the batches 1, 2, 4, 8, ...
         is_power_of_two = n & (n - 1) == 0
         if is_power_of_two:
-            self.most = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
+            self.most_held = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
 
         # One rank alone cannot make an update of several ranks again. So with ranks, there is a
         # snapshot before each update.
         has_ranks = self.config.get("ranks", 1) > 1
-        return n >= self.most or perf_counter() >= self.due or has_ranks
+        return n >= self.most_held or perf_counter() >= self.next_snapshot or has_ranks
 
     def _take_snapshot(self):
-        "Take a snapshot, and forget the batches before it."
+        "Copy the learner, the random states and the counters, and forget the batches before."
         start = perf_counter()
         self.held.clear()
-        self.snapshot = Snapshot(self.agent)
-        self.random = GlobalRandomStates().get_state()
-        self.before = dict(self.counters)
+        self.learner_then = Snapshot(self.agent)
+        self.random_then = GlobalRandomStates().get_state()
+        self.counters_then = dict(self.counters)
         now = perf_counter()
-        self.due = now + (now - start) / SHARE
+        self.next_snapshot = now + (now - start) / SHARE
 
     def _write(self, error):
         "Write the file. Returns the text of the note for the error."
@@ -372,14 +375,14 @@ class FlightRecorder(Observer):
                 steps=self.counters["steps"],
                 error=describe_exception(error),
                 state=checksum(self.agent.state_dict()),
-                random=capture(self.random),
+                random=capture(self.random_then),
                 batches=self.held,
             )
             content = dict(
                 config=self.config,
                 history=[*self.history],
-                counters=self.before,
-                agent=self.snapshot.state,
+                counters=self.counters_then,
+                agent=self.learner_then.state,
                 crash=crash,
             )
 
