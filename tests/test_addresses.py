@@ -102,7 +102,7 @@ def test_an_edit_that_is_due_names_no_cluster(trained, tmp_path):
 def test_a_training_takes_no_address_from_an_ask(trained, tmp_path):
     run = resume(changed(trained, tmp_path / "run", steps=1024))
     with pytest.raises(DataError, match=f"--address {EVIL}"):
-        changes._with_wish(run, dict(set=dict(reading="ray", address=EVIL)), None)
+        changes._with_request(run, dict(set=dict(reading="ray", address=EVIL)), None)
 
 
 @pytest.mark.slow

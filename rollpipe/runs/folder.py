@@ -275,9 +275,9 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
         if not is_size or option.part in absent:
             continue
 
-        # Each width that `hidden` lists must be a dimension of some tensor: hidden=(64, 32) needs 64
-        # and 32. For any other option, a multiple of its value is enough, because a tensor may have
-        # several layers side by side: state_size=32 is fine with a dimension of 128.
+        # Each width that `hidden` lists must be a dimension of some tensor: hidden=(64, 32) needs
+        # 64 and 32. For any other option, a multiple of its value is enough, because a tensor may
+        # have several layers side by side: state_size=32 is fine with a dimension of 128.
         widths = value
         if option.param != "hidden":
             multiples = [n for n in sizes if 0 < value <= n and n % value == 0]

@@ -92,9 +92,9 @@ class RankStream(Stream):
         if self.pipe is None or self.reason:
             return None
 
-        # All ranks must get here, or none, because `gathered_objects` waits for all of them. That is
-        # so, because their streams begin and end with the same batch, and because all ranks have
-        # the same `reason`: `_run_of_rank` compares the first ones, and below all give up together.
+        # All ranks must get here, or none, because `gathered_objects` waits for all of them. They
+        # do: their streams begin and end with the same batch, and all ranks have the same `reason`,
+        # because `_run_of_rank` compares the first ones, and below all give up together.
         data = to_safetensors("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()

@@ -39,8 +39,8 @@ __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'TensorBoard', 'wandb_r
            'write_evaluations', 'is_evaluated', 'is_complete', 'no_run', 'format_number', 'format_duration', 'Progress']
 
 # %% ../../nbs/runs/00_logs.ipynb #010da5c8
-# A record is a dict, name of a metric -> number, about one update. A sink gets each record: it has a
-# `name` for messages, and the methods `write(record)` and `close()`.
+# A record is a dict, name of a metric -> number, about one update. A sink gets each record. It has
+# a `name` for messages, and the methods `write(record)` and `close()`.
 
 
 class TensorBoard:
@@ -402,8 +402,8 @@ class MetricWriter:
             action(*args)
         except Exception as e:
             _log.warning(
-                f"{sink.name} failed and gets no more metrics, {self._records_file.name} has them all: "
-                f"{describe_exception(e)}"
+                f"{sink.name} failed and gets no more metrics, "
+                f"{self._records_file.name} has them all: {describe_exception(e)}"
             )
             self._sinks.remove(sink)
             self._failed.append(sink)

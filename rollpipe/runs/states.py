@@ -599,7 +599,7 @@ def journal_of(run: Any, warns: bool = True) -> Journal:
         journal.open()  # so that there is a journal even if the first update fails
     if journal.last_in_file < n and warns:
         _log.warning(
-            f"{shown(run.folder / JOURNAL)} has lost what comes after update {journal.last_in_file}; its "
-            f"checksums begin anew after update {n}"
+            f"{shown(run.folder / JOURNAL)} has lost what comes after update "
+            f"{journal.last_in_file}; its checksums begin anew after update {n}"
         )
     return journal

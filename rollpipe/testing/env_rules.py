@@ -425,7 +425,7 @@ def _check_resumable(report, make, seed):
     # `alone` is a text: why a process should have only one of these environments at a time.
     report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
 
-    # `only` says that a process can have only one of them. No rule forbids this, so it is a warning.
+    # `only` says why a process can have only one. No rule forbids this, so it is a warning.
     if keeper.only:
         logging.getLogger("rollpipe").warning(keeper.alone)
     why = f" ({keeper.why})" if keeper.why else ""

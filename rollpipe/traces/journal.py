@@ -186,7 +186,7 @@ class _Line(NamedTuple):
     Args:
         entry: what the line records
         text: the line without its newline
-        checksum: a checksum of this line and of all earlier ones that stay, with which the line ends
+        checksum: with which the line ends; it is of this line and of all earlier ones that stay
     """
 
     entry: Entry
