@@ -186,7 +186,7 @@ class _Line(NamedTuple):
     Args:
         entry: what the line records
         text: the line without its newline
-        checksum: with which the line ends; it is of this line and of all earlier ones that stay
+        checksum: a checksum of this line and of those before it; the line ends with it
     """
 
     entry: Entry
