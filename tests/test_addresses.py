@@ -29,7 +29,7 @@ class Connects(Exception):
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    monkeypatch.setattr(files, "_NAMED", set())
+    monkeypatch.setattr(files, "_NAMED_ADDRESSES", set())
 
     def connect(self):
         raise Connects(self.address)
@@ -102,7 +102,7 @@ def test_an_edit_that_is_due_names_no_cluster(trained, tmp_path):
 def test_a_training_takes_no_address_from_an_ask(trained, tmp_path):
     run = resume(changed(trained, tmp_path / "run", steps=1024))
     with pytest.raises(DataError, match=f"--address {EVIL}"):
-        changes._with_wish(run, dict(set=dict(reading="ray", address=EVIL)), None)
+        changes._with_request(run, dict(set=dict(reading="ray", address=EVIL)), None)
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_file_of_settings_names_no_cluster(stranger, tmp_path, capsys):
         f'lanes = 2\nworkers = 1\nreading = "ray"\naddress = "{EVIL}"\n'
     )
     for file in (stranger / "config.json", tmp_path / "own.toml"):
-        files._NAMED.clear()
+        files._NAMED_ADDRESSES.clear()
         words = ["train", "trpo", "CartPole-v1", *SMALL, "--config", file, "--out", tmp_path / "x"]
         assert rollpipe(*words) == 2
         assert f"Expected --address {EVIL}" in capsys.readouterr().err

@@ -598,7 +598,7 @@ def test_autotune_measures_the_fastest_settings_twice(monkeypatch):
         done.append(setting)
         return Trial(setting, SimpleNamespace(steps_per_s=float(len(done))))
 
-    monkeypatch.setattr("rollpipe.runs.autotune._trial", measure)
+    monkeypatch.setattr("rollpipe.runs.autotune._measured", measure)
     n = len(
         {str(trial.setting) for trial in autotune("a2c", "CartPole-v1", dict(n_envs=2), seconds=60)}
     )

@@ -219,8 +219,8 @@ def test_without_its_record_a_training_ends_and_says_why(tmp_path):
 
     def fill(run, record):
         if record["updates"] == 2:
-            writers[0]._record.close()
-            writers[0]._record = open("/dev/full", "w")
+            writers[0]._records_file.close()
+            writers[0]._records_file = open("/dev/full", "w")
 
     writers = []
     init = MetricWriter.__init__

@@ -165,15 +165,15 @@ def autotune(
             expected="processes",
             got=repr(reading),
         )
-    # The base configuration has the values that all settings share. It is made without the number
-    # of workers, because `make_config` refuses more workers than lanes: the default number of lanes
-    # may be too small, while that of a setting is large enough.
+    # The base configuration has the values that all settings share. `make_config` refuses more
+    # workers than lanes. The default number of lanes may be too small for the workers, while the
+    # number in a setting is large enough. So the base configuration has no workers.
     without_workers = {name: value for name, value in given.items() if name != "workers"}
     base = make_config(algorithm, env, options, env_kwargs, **without_workers)
     typed = {**(options or {}), **given}
     to_try = settings(algorithm, typed, cores(), preset=base["options"])
     begin = time.monotonic()
-    trial = partial(_trial, algorithm, env, env_kwargs, typed)
+    measured = partial(_measured, algorithm, env, env_kwargs, typed)
 
     # Measure each setting, in three quarters of the time. The first one, with the defaults, is
     # always measured.
@@ -183,21 +183,22 @@ def autotune(
         if k and remaining <= 0:
             trials.append(Trial(setting, error=NO_TIME))
         else:
-            trials.append(trial(setting, max(remaining, 0.1) / (len(to_try) - k)))
+            trials.append(measured(setting, max(remaining, 0.1) / (len(to_try) - k)))
         yield trials[-1]
 
     # Measure the fastest ones again.
-    fastest = sorted((x for x in trials if x.speed), key=lambda x: -x.speed)[:AGAIN]
-    for k, x in enumerate(fastest):
+    working = [trial for trial in trials if trial.speed]
+    fastest = sorted(working, key=lambda trial: -trial.speed)[:AGAIN]
+    for k, trial in enumerate(fastest):
         remaining = begin + seconds - time.monotonic()
         if remaining > 0:
-            yield trial(x.setting, remaining / (len(fastest) - k))
+            yield measured(trial.setting, remaining / (len(fastest) - k))
 
 
-def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
-    """The trial of one setting.
+def _measured(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
+    """Measure one setting.
 
-    It measures for half of `seconds`, because starting the environments takes about as long.
+    The measurement takes half of `seconds`, because starting the environments takes about as long.
     """
     try:
         config = make_config(algorithm, env, None, env_kwargs, **{**typed, **setting})
@@ -239,13 +240,20 @@ def ranked(trials: Iterable) -> tuple:
             two speeds of the same setting, divided by their mean, or None if no setting was
             measured twice
     """
-    speeds = {}
-    for x in trials:
-        if x.speed:
-            speeds.setdefault(tuple(x.setting.items()), []).append(x.speed)
-    noise = [(max(x) - min(x)) / fmean(x) for x in speeds.values() if len(x) > 1]
-    means = [(dict(setting), fmean(x)) for setting, x in speeds.items()]
-    return sorted(means, key=lambda x: -x[1]), max(noise, default=None)
+    # setting, as a tuple of its items -> the speed of each of its measurements
+    speeds_of: dict = {}
+    for trial in trials:
+        if trial.speed:
+            speeds_of.setdefault(tuple(trial.setting.items()), []).append(trial.speed)
+
+    noise = []
+    means = []
+    for items, speeds in speeds_of.items():
+        mean = fmean(speeds)
+        means.append((dict(items), mean))
+        if len(speeds) > 1:
+            noise.append((max(speeds) - min(speeds)) / mean)
+    return sorted(means, key=lambda pair: -pair[1]), max(noise, default=None)
 
 
 def ranking(trials: Iterable) -> str:

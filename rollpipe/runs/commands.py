@@ -170,8 +170,9 @@ def _run_for(args, launch, configured):
     if not earlier:
         return start(folder, config, args.overwrite)
 
-    # The run in the folder. Its edits may have changed its steps, which then count, unless the
-    # command line asks for another number of them. The same holds for the options in `_FREE`.
+    # The run in the folder continues. Its number of steps is the one on the command line, if that
+    # is new. Otherwise it stays as it is in the run, whose edits may have changed it. The same
+    # holds for the options in `_FREE`.
     newest = load_run(folder)
     stopped = newest.history.stopped
     is_as_before = earlier.config["steps"] == config["steps"]
@@ -198,11 +199,10 @@ def default_folder(config: dict) -> Path:
 def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoint | None:
     """The newest checkpoint of the run in a folder, None if there is no run.
 
-    The configuration of the run must be the required one. Only the number of steps, options on
-    which no number depends, and the versions of packages may differ. Unless a preset was typed,
-    options from presets may differ, too, and the run keeps its values.
-
-    The configuration of the result is the one for which the user has asked so far.
+    The configuration that the user has asked for so far must be the required one. It is the
+    `config` of the result. Only the number of steps, options on which no number depends, and the
+    versions of packages may differ. Unless a preset was typed, options from presets may differ,
+    too, and the run keeps its values.
 
     Args:
         folder: folder of the run
@@ -231,19 +231,19 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
         then = then.having(**changes)
 
     # The options that may differ
-    free = {"preset", *_FREE}
+    may_differ = {"preset", *_FREE}
     if not is_exact or then["steps"] <= config["steps"]:
-        free.add("steps")
+        may_differ.add("steps")
     if config.origin("preset") != "typed":
         of_presets = {*config.named("preset"), *then.named("preset")}
-        free |= of_presets - {*config.named("typed", "file")}
+        may_differ |= of_presets - {*config.named("typed", "file")}
     if config["options"].get("engine") == "auto":
-        free.add("engine")  # the run has the name of the engine that was selected
+        may_differ.add("engine")  # the run has the name of the engine that was selected
 
     changed = [
         f"{name}={old!r} instead of {new!r}"
         for name, (old, new) in _compared(then, config).items()
-        if name not in free and old != new
+        if name not in may_differ and old != new
     ]
     if changed:
         raise DataError(
@@ -273,8 +273,8 @@ def _command_for(command: str, run: Run) -> str:
 def run_to_end(run: Run, args: Namespace) -> None:
     """Train a run, and print where its results are, also after Ctrl-C.
 
-    Raises `Interrupted` after Ctrl-C or another signal. A new run that has made no
-    update is removed, unless its first update failed.
+    Raises `Interrupted` after Ctrl-C or another signal. A new run that has made no update is
+    removed, unless its first update failed.
     """
     _print_begin(run)
     try:
@@ -395,8 +395,9 @@ def evaluate_command(
     for name, mean in evaluation.info_means.items():
         # A success that is never reported as False would look like a rate of 1.
         n_have = int((~np.isnan(evaluation.infos[name])).sum())
-        of_some = f" (of {n_have} of {len(evaluation.returns)} episodes)"
-        print(f"info/{name}: {mean:.4g}{of_some if n_have < len(evaluation.returns) else ''}")
+        n_all = len(evaluation.returns)
+        note = f" (of {n_have} of {n_all} episodes)" if n_have < n_all else ""
+        print(f"info/{name}: {mean:.4g}{note}")
     if record:
         print(f"film: {record}")
 
@@ -577,6 +578,7 @@ def autotune_command(args: Namespace) -> None:
     try:
         for trial in measuring:
             if not trials:
+                # the head of the table
                 names = {name: name for name in trial.setting}
                 print(table_row(names, "steps/s", "collecting", "slowest"))
             trials.append(trial)

@@ -62,7 +62,7 @@ class Films(Observer):
         """
         self.run = run
         self.folder = Path(run.folder) / "videos"
-        self._newest = -1
+        self._last_filmed = -1
         self._try(self._begin_process)
 
     def _begin_process(self):
@@ -104,9 +104,9 @@ class Films(Observer):
 
         First wait for the previous film, so that none is left out.
         """
-        if self._evaluation is None or updates == self._newest:
+        if self._evaluation is None or updates == self._last_filmed:
             return
-        self._newest = updates
+        self._last_filmed = updates
         self._try(self._evaluation.wait)
         if self._evaluation is not None:
             self._try(self._evaluation.request)
@@ -186,6 +186,8 @@ def why_enough(config: dict, means: list) -> str | None:
 class BestLearner:
     """Saves the learner with the best mean return so far in the file `run.best`.
 
+    Call `note` when an evaluation begins, and `compare` with its result.
+
     Args:
         run: a `Run`; it may have such a file from an earlier training
     """
@@ -250,7 +252,8 @@ class EvaluationsByUpdates(Observer):
         self.run = run
         self.every = Every.of(config["eval_every"])
         self.best = BestLearner(run)
-        self.last = dict(run.counters)  # counters at the latest request
+        # counters at the latest request
+        self.counters_then = dict(run.counters)
 
         # The process; a test may have given another evaluator.
         if self.evaluator is None:
@@ -268,12 +271,12 @@ class EvaluationsByUpdates(Observer):
 
         Returns the metrics of the evaluations that have ended since the last update.
         """
-        # Start the next one
-        is_due = self.every.is_due(self.last, self.run.counters) and not is_over(self.run)
+        # Start the next evaluation.
+        is_due = self.every.is_due(self.counters_then, self.run.counters) and not is_over(self.run)
         if is_due and not self.evaluator.busy:
             self._request()
 
-        # Report those that have ended.
+        # Report the evaluations that have ended.
         metrics = {}
         for answer in self._compared(self.evaluator.poll()):
             metrics.update(answer.metrics)
@@ -298,7 +301,7 @@ class EvaluationsByUpdates(Observer):
 
     def _request(self):
         "Start an evaluation of the present policy."
-        self.last = dict(self.run.counters)
+        self.counters_then = dict(self.run.counters)
         self.best.note()
         self.evaluator.request()
 
@@ -320,7 +323,7 @@ class EvaluationsBySteps(Observer):
     taken = ()
 
     def __init__(self):
-        self.closing = ExitStack()
+        self.exit_stack = ExitStack()  # ends the process that `begin` may start
 
     def begin(self, run: Run) -> Wish:
         """Evaluate at the first step of a run. Also make an evaluation that a resumed run lacks.
@@ -331,12 +334,12 @@ class EvaluationsBySteps(Observer):
         self.every = Every.of(run.config["eval_every"])
         self.best = BestLearner(run)
 
-        # If this process collects, the evaluation must not disturb its environments. If workers
-        # collect, there are none here.
-        self.evaluate = evaluated
+        # `play(policy, options)` evaluates a policy, in this process if workers collect. If this
+        # process collects, another one plays, so that its environments are not disturbed.
+        self.play = evaluated
         if not run.config["workers"]:
             beside = evaluated_beside(run.config["env"], run.config["env_kwargs"])
-            self.evaluate = self.closing.enter_context(beside)
+            self.play = self.exit_stack.enter_context(beside)
 
         # The evaluations so far. Final evaluations at fewer steps are outdated: the run was
         # extended.
@@ -347,11 +350,12 @@ class EvaluationsBySteps(Observer):
             is_outdated = is_final and line["steps"] != steps
             if line["steps"] <= steps and not is_outdated:
                 self.lines.append(line)
+        # counters at the latest evaluation
         steps_of_lines = [line["steps"] for line in self._of_training()]
-        self.last = dict(steps=max(steps_of_lines, default=-1))
+        self.counters_then = dict(steps=max(steps_of_lines, default=-1))
 
         # Metrics that no record has yet. A new run is not stopped before its first update.
-        metrics = self._unrecorded() | self._evaluated_if_due()
+        metrics = self._unrecorded() | self._evaluate_if_due()
         is_new = not run.counters["updates"]
         return Wish(metrics, stop=None if is_new else self._why_enough())
 
@@ -361,7 +365,7 @@ class EvaluationsBySteps(Observer):
 
     def after(self, record: Mapping) -> Wish:
         "Evaluate if that is due, and ask the run to stop if its result is good enough."
-        return Wish(self._evaluated_if_due(), stop=self._why_enough())
+        return Wish(self._evaluate_if_due(), stop=self._why_enough())
 
     def end(self) -> None:
         "If the run is over, evaluate the last policy and the best one, unless both have lines."
@@ -374,15 +378,15 @@ class EvaluationsBySteps(Observer):
         ]
         kinds = {line["kind"] for line in self.lines}
         if "last" not in kinds:
-            self._evaluate("last", run.agent, run.counters["updates"])
+            self._evaluate_and_write("last", run.agent, run.counters["updates"])
         if "best" not in kinds:
             best = load_run(run.folder, best=True)
             agent = agent_of(best, run.config.get("device", "cpu"))
-            self._evaluate("best", agent, best.counters["updates"])
+            self._evaluate_and_write("best", agent, best.counters["updates"])
 
     def close(self) -> None:
         "End the process, if there is one."
-        self.closing.close()
+        self.exit_stack.close()
 
     def _of_training(self):
         "The evaluations that were made during the training, without final ones."
@@ -390,7 +394,7 @@ class EvaluationsBySteps(Observer):
 
     def _is_due(self):
         "Whether an evaluation is due after the last update."
-        return self.every.is_due(self.last, self.run.counters)
+        return self.every.is_due(self.counters_then, self.run.counters)
 
     def _why_enough(self):
         "Why the run should stop after its evaluations so far, or None."
@@ -406,26 +410,29 @@ class EvaluationsBySteps(Observer):
         counters = run.counters
         updates = counters["updates"]
         records = [record for record in records_of(run.folder) if record.get("updates") == updates]
-        now = [line for line in self._of_training() if line["steps"] == counters["steps"]]
-        if not now or len(records) > 1:
+        lines = [line for line in self._of_training() if line["steps"] == counters["steps"]]
+        if not lines or len(records) > 1:
             return {}
 
         # The evaluation, from its line
-        returns = np.array(now[-1]["returns"])
-        lengths = np.array(now[-1]["lengths"])
-        infos = {name: np.array([mean]) for name, mean in now[-1].get("info", {}).items()}
+        line = lines[-1]
+        returns = np.array(line["returns"])
+        lengths = np.array(line["lengths"])
+        infos = {name: np.array([mean]) for name, mean in line.get("info", {}).items()}
         evaluation = Evaluation(returns, lengths, np.zeros(len(returns), bool), infos=infos)
         return Evaluated(version_of(run.agent.actor), evaluation, 0.0).metrics
 
-    def _evaluated_if_due(self):
+    def _evaluate_if_due(self):
         "Evaluate the present policy if that is due. Returns its metrics."
         run = self.run
         metrics = {}
         if self._is_due():
             self.lines = self._of_training()  # final evaluations are outdated, the run continues
-            self.last = dict(run.counters)
+            self.counters_then = dict(run.counters)
             self.best.note()
-            metrics = self._evaluate("training", run.agent, run.counters["updates"]).metrics
+            metrics = self._evaluate_and_write(
+                "training", run.agent, run.counters["updates"]
+            ).metrics
 
         # Count the evaluations in the next checkpoint, so that a resumed run notices if some are
         # lost. The last checkpoint of a run is saved already, and does not change.
@@ -433,8 +440,8 @@ class EvaluationsBySteps(Observer):
             run.counters["evaluations"] = len(self._of_training())
         return metrics
 
-    def _evaluate(self, kind, agent, updates) -> Evaluated:
-        """Evaluate the policy of a learner, and write a line.
+    def _evaluate_and_write(self, kind, agent, updates) -> Evaluated:
+        """Evaluate the policy of a learner, and write a line. Returns the result.
 
         Args:
             kind: one of `KINDS`
@@ -443,15 +450,15 @@ class EvaluationsBySteps(Observer):
         """
         # Play the episodes.
         config = self.run.config
-        now = self.run.counters
-        seed = evaluation_seed(config["seed"], kind, now["steps"])
+        counters = self.run.counters
+        seed = evaluation_seed(config["seed"], kind, counters["steps"])
         options = dict(
             playing(config),
             n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
             seed=seed,
             device=device_named(config.get("device", "cpu")),
         )
-        answer = self.evaluate(policy_of(agent), options)
+        answer = self.play(policy_of(agent), options)
 
         # Save the best learner before the line is written. After a kill in between, the evaluation
         # is made again, because it has no line.
@@ -461,15 +468,15 @@ class EvaluationsBySteps(Observer):
         evaluation = answer.evaluation
         line: dict[str, Any] = dict(
             kind=kind,
-            steps=now["steps"],
+            steps=counters["steps"],
             updates=updates,
-            seconds=now["seconds"],
+            seconds=counters["seconds"],
             mean=evaluation.mean,
             std=evaluation.std,
             returns=evaluation.returns.tolist(),
             lengths=evaluation.lengths.tolist(),
             seed=seed,
-            resumes=now["resumes"],
+            resumes=counters["resumes"],
         )
         if evaluation.cut_off.any():
             line["cut_off"] = int(evaluation.cut_off.sum())

@@ -127,7 +127,9 @@ class PolicyFunction(torch.nn.Module):
         if has_memory:
             parts["hx"] = nested.map(torch.zeros_like, state.hx)
         self.actor = actor
+        # name of a part -> its leaves and its structure
         self.parts = {name: nested.flatten(tree) for name, tree in parts.items()}
+        # an action of zeros, the previous action at the start of an episode
         self.no_act = nested.map(lambda x: torch.zeros_like(x[0, 0]), state.act)
         self.inputs = {}
         for part, tree in parts.items():
@@ -289,7 +291,7 @@ FORMATS = {
 }
 
 # %% ../../nbs/runs/10_export.ipynb #9a994fc0
-def _check(actor, policy, run, n=3, steps=4):
+def _check_answers(actor, policy, run, n=3, steps=4):
     """Raise `DataError` unless an exported policy answers as `actor.predict` does.
 
     Both are compared at the beginning of episodes, within them, and late in an episode, with
@@ -364,7 +366,7 @@ def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | N
     Returns:
         bool: whether the file was run and compared with the actor; False: onnxruntime is missing
     """
-    form = format_named(to)
+    file_format = format_named(to)
     path = Path(path)
     if not path.absolute().parent.is_dir():
         raise DataError(f"{path}: there is no such folder")
@@ -374,14 +376,14 @@ def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | N
     # The note in the file has the dtypes and shapes of its inputs, and the names of its outputs.
     actor = copy.deepcopy(actor).cpu().requires_grad_(False)
     policy = PolicyFunction(actor).eval()
-    inputs = {
+    forms = {
         name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in policy.inputs.items()
     }
-    text = json.dumps({**(note or {}), "inputs": inputs, "outputs": policy.outputs})
+    text = json.dumps({**(note or {}), "inputs": forms, "outputs": policy.outputs})
     with torch.no_grad():
-        data = form.write(policy, tuple(policy.inputs.values()), text)
-        run = form.run(data)
+        data = file_format.write(policy, tuple(policy.inputs.values()), text)
+        run = file_format.run(data)
         if run is not None:
-            _check(actor, policy, run)
+            _check_answers(actor, policy, run)
     write_atomically(path, data)
     return run is not None

@@ -139,8 +139,8 @@ class Run(NamedTuple):
         if not self.unsettled:
             return
 
-        # If the run continues from another checkpoint than that in its folder, write this one
-        # there. Otherwise a kill before the next checkpoint would lose the resume.
+        # If the run continues from another checkpoint than the one in its folder, replace that one.
+        # Otherwise a kill before the next checkpoint would lose the resume.
         checkpoint, is_other = self.unsettled
         if is_other:
             data = checkpoint._replace(config=self.config, history=self.history).data()
@@ -259,25 +259,25 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
     tensors = [x for x in nested.leaves(checkpoint.agent_state) if isinstance(x, torch.Tensor)]
     sizes = set().union(*[x.shape for x in tensors])
 
-    # Parts of networks that this learner does not have, whose options are without effect
-    option_value = config["options"].get
+    # Parts of networks that this learner lacks. Their options have no effect.
+    options = config["options"]
     absent = set()
-    if option_value("shared"):
+    if options.get("shared"):
         absent.add("critic")
-    if not option_value("recurrent"):
+    if not options.get("recurrent"):
         absent.add("recurrence")
     values = {}
     for option in options_for(config["algorithm"]):
-        value = option_value(option.name, option.default)
+        value = options.get(option.name, option.default)
         option.check(value)
         values[option.name] = value
         is_size = option.param in _SIZES and option.kinds in (("int,...",), ("int",))
         if not is_size or option.part in absent:
             continue
 
-        # Some dimension of a tensor must have the width of each layer that `hidden` lists. For any
-        # other option, a multiple of its value is enough, because a tensor may have several such
-        # layers side by side.
+        # Each width that `hidden` lists must be a dimension of some tensor: hidden=(64, 32) needs
+        # 64 and 32. For any other option, a multiple of its value is enough, because a tensor may
+        # have several layers side by side: state_size=32 is fine with a dimension of 128.
         widths = value
         if option.param != "hidden":
             multiples = [n for n in sizes if 0 < value <= n and n % value == 0]
@@ -364,10 +364,10 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     """
     options = config["options"]
     actor = agent.actor
-    on_host = device_named(config.get("device", "cpu")).type == "cpu"
+    is_on_cpu = device_named(config.get("device", "cpu")).type == "cpu"
     if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None:
         return config
-    name = engine_used(actor, options.get("n_envs", 1)) if on_host else "torch"
+    name = engine_used(actor, options.get("n_envs", 1)) if is_on_cpu else "torch"
     for stepper in find(pipe, EnvStepper):
         stepper.engine = name
     return {**config, "options": {**options, "engine": name}}
@@ -683,7 +683,7 @@ def resume(
 
 
 def _resumed(path: Path, folder: Path, options: dict) -> Run:
-    """The run that continues from a checkpoint with other options. The folder is locked.
+    """The body of `resume`, while the folder is locked.
 
     Args:
         path: folder of the run, or one of its checkpoints
@@ -707,9 +707,10 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
     config = begin.config
     check_address(config, shown(folder))
 
-    # Refuse a run that is complete. A run that has made all of its steps is resumed all the same if
-    # its last evaluations are missing. An earlier checkpoint is not: if the run was extended after
-    # it, making these evaluations would end the training that follows.
+    # Refuse a run that is complete. A run that has made all of its steps, but lacks its last
+    # evaluations, is not complete. An earlier checkpoint that has made all of its steps is refused
+    # even without these evaluations. The run may have been extended after this checkpoint, and then
+    # making them would end the training that follows.
     has_ended = is_over(begin) if path.is_file() else is_complete(folder, begin)
     if has_ended:
         raise DataError(

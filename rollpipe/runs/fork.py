@@ -80,6 +80,7 @@ def _replacing(folder: Path, out: Path, overwrite: bool) -> Iterator[Path]:
         overwrite: whether a run in `out` is replaced
     """
     _check_place(folder, out, overwrite)
+    # `place/run` becomes the fork, and `place/old` is the run that it replaces.
     place = out.with_name(f".{out.name}.fork")
     place.mkdir(parents=True, exist_ok=True)
     lock(place)
@@ -131,8 +132,7 @@ def _copy_past(folder: Path, home: Path, forked: Checkpoint) -> None:
     fingerprints = {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}
     write_json(home / FINGERPRINTS, fingerprints, indent=1)
 
-    # A new `MetricWriter` removes the records after update `at`, and writes `metrics.csv` again. It
-    # is made only for this.
+    # Making a `MetricWriter` removes the records after update `at`, and writes `metrics.csv` again.
     MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
 
     # Evaluations, without those of the last policy and of the best one at the end of the run,
@@ -329,7 +329,7 @@ def fork(
             does not fit its state; the message names the reason
         OSError: the disk is full; the message names the file
     """
-    # The run, and the update after which the fork begins
+    # The checkpoint that `run` names, and the update after which the fork begins
     named = load_run(run)
     folder = folder_of(run).absolute()
     out = Path(out).absolute()
@@ -339,17 +339,16 @@ def fork(
         at = updates
     is_named = at in (None, updates)
 
-    def with_options(checkpoint):
-        "The checkpoint of the parent as that of the fork, and the changed options: name -> value."
+    def as_fork(checkpoint):
+        """The checkpoint of the fork, from a checkpoint of its parent, the other run.
+
+        Also returns the changed options: name -> value.
+        """
         if new_episodes:
             checkpoint = checkpoint._replace(stream=None)
-        checkpoint = _with_noise(
-            checkpoint._replace(
-                config={**checkpoint.config, "steps": extended_steps(folder, checkpoint)}
-            ),
-            folder,
-            noise,
-        )
+        steps = extended_steps(folder, checkpoint)
+        checkpoint = checkpoint._replace(config={**checkpoint.config, "steps": steps})
+        checkpoint = _with_noise(checkpoint, folder, noise)
         return changed_run(f"a fork of {shown(folder)}", checkpoint, options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
@@ -370,7 +369,7 @@ def fork(
                 # Refuse options that do not fit before the run is repeated. `planned` is a stand-in
                 # for the parent, for this check and for its configuration and history.
                 planned = _planned(folder, at, parent)
-                planned_fork, _ = with_options(planned)
+                planned_fork, _ = as_fork(planned)
                 build(planned_fork.config)
                 with moment(folder, at, *edits, home=home, begin=parent) as repeated:
                     repeated.updates.save()
@@ -378,7 +377,7 @@ def fork(
 
         # The fork is the parent with other options. If a rule has stopped the parent, the fork is
         # without such rules, because they would stop it at once.
-        forked, changed = with_options(parent)
+        forked, changed = as_fork(parent)
         config = dict(forked.config)
         if parent.history.stopped:
             config.update({name: x for name, x in ENDLESS.items() if name not in options})
@@ -389,13 +388,13 @@ def fork(
         if new_episodes:
             _, pipe = build(forked.config)
             keeping = exactness(pipe, forked.config)
-        more = {}
+        differing = {}
         if noise:
-            more["noise"] = noise
+            differing["noise"] = noise
         if new_episodes:
-            more["new_episodes"] = new_episodes
+            differing["new_episodes"] = new_episodes
         history = History()
-        history.add("forked", at, run=str(shown(folder)), set=changed, **more, **keeping)
+        history.add("forked", at, run=str(shown(folder)), set=changed, **differing, **keeping)
         forked = forked._replace(history=history)
 
         # Write its files. The checkpoint in `FORKED` stays, so that the fork can be repeated from

@@ -92,9 +92,9 @@ class RankStream(Stream):
         if self.pipe is None or self.reason:
             return None
 
-        # Either all ranks get here or none, because otherwise `gathered_objects` would wait for
-        # ever. They do, because all have the same `reason`, see `_run_of_rank` and below, and their
-        # streams begin and end with the same batch.
+        # All ranks must get here, or none, because `gathered_objects` waits for all of them. They
+        # do: their streams begin and end with the same batch, and all ranks have the same `reason`,
+        # because `_run_of_rank` compares the first ones, and below all give up together.
         data = to_safetensors("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()
@@ -134,7 +134,7 @@ class Follower(Run):
 
 
 # Names of settings that may differ between ranks
-_OF_ONE = ("quiet", "debug", "function", "parser", "words", "options", "versions", "origins")
+_MAY_DIFFER = ("quiet", "debug", "function", "parser", "words", "options", "versions", "origins")
 
 
 def _call(collective: Callable, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +167,7 @@ def _check_asked(typed: dict, configured: Callable) -> None:
     except Exception as e:
         config = dict(error=describe_exception(e))
     settings = {**typed, **config, **config.get("options", {})}
-    texts = {name: repr(x) for name, x in settings.items() if name not in _OF_ONE}
+    texts = {name: repr(x) for name, x in settings.items() if name not in _MAY_DIFFER}
     check_alike(_gathered(texts), "another option than on rank 0", missing="nothing")
 
 

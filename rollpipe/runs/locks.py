@@ -27,6 +27,8 @@ __all__ = ['FORKED', 'COSTS', 'PAUSED', 'INBOX', 'RUN_FILES', 'lock', 'begin_tra
            'files_of_run', 'check_free', 'remove_run']
 
 # %% ../../nbs/runs/03_locks.ipynb #cc5f633b
+# A process locks a folder before it reads or makes the run there, and notes later that it trains.
+# `unlock` ends both.
 _locks = {}  # (process, folder) -> the open lock file
 _training = set()  # (process, folder) of the trainings that run now
 
@@ -55,7 +57,7 @@ def _lock_file(folder):
     return Path(folder) / "lock" if Path(folder).is_dir() else Path(f"{folder}.lock")
 
 
-def _plain(path: str, flags: int) -> int:
+def _open_plain(path: str, flags: int) -> int:
     """An opener for `open` that refuses all but plain files.
 
     The folder may come from a stranger. A link in it could lead to any file, and opening a named
@@ -118,7 +120,7 @@ def lock(folder: Path) -> bool:
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        file = open(path, "a+", opener=_plain)
+        file = open(path, "a+", opener=_open_plain)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -200,7 +202,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 # The format of the C type `struct flock`, for the module `struct`, and the index of its `l_type`
 _IS_BSD = sys.platform == "darwin" or "bsd" in sys.platform
-_FLOCK, _TYPE = ("qqihh4x", 3) if _IS_BSD else ("hhqqi4x", 0)
+_FLOCK_FORMAT = "qqihh4x" if _IS_BSD else "hhqqi4x"
+_TYPE_INDEX = 3 if _IS_BSD else 0
 
 
 def owner_of(folder: Path) -> str:
@@ -216,11 +219,11 @@ def owner_of(folder: Path) -> str:
 
         # Ask the system whether the file is locked. Locking it here to find out could keep a
         # training from beginning at this moment.
-        with open(_lock_file(folder), opener=_plain) as file:
+        with open(_lock_file(folder), opener=_open_plain) as file:
             fields = [0] * 5
-            fields[_TYPE] = fcntl.F_WRLCK
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *fields))
-            if struct.unpack(_FLOCK, answer)[_TYPE] == fcntl.F_UNLCK:
+            fields[_TYPE_INDEX] = fcntl.F_WRLCK
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK_FORMAT, *fields))
+            if struct.unpack(_FLOCK_FORMAT, answer)[_TYPE_INDEX] == fcntl.F_UNLCK:
                 return ""
             return file.read().strip() or "unknown"
     except (ImportError, FileNotFoundError, DataError):

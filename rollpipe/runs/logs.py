@@ -39,8 +39,12 @@ __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'TensorBoard', 'wandb_r
            'write_evaluations', 'is_evaluated', 'is_complete', 'no_run', 'format_number', 'format_duration', 'Progress']
 
 # %% ../../nbs/runs/00_logs.ipynb #010da5c8
+# A record is a dict, name of a metric -> number, about one update. A sink gets each record. It has
+# a `name` for messages, and the methods `write(record)` and `close()`.
+
+
 class TensorBoard:
-    """Writes event files of TensorBoard in the folder `tensorboard`.
+    """A sink that writes event files of TensorBoard in the folder `tensorboard`.
 
     Raises `ImportError` if TensorBoard is not installed.
 
@@ -99,7 +103,7 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
 
 # %% ../../nbs/runs/00_logs.ipynb #24ce9cf3
 class WandB:
-    """A run of Weights & Biases.
+    """A sink that writes to a run of Weights & Biases.
 
     Raises `ImportError` if wandb is not installed, and the errors of `wandb.init`.
 
@@ -264,22 +268,22 @@ class _Table:
 
     Args:
         path: the file
-        records: () -> the records of `metrics.jsonl`, to which each record is written before this
-            sink gets it
+        read: () -> the records of `metrics.jsonl`; each record is written there before this sink
+            gets it
         updates: number of the last update whose earlier rows stay
     """
 
     name = "metrics.csv"
 
-    def __init__(self, path: Path, records: Callable, updates: float = math.inf):
+    def __init__(self, path: Path, read: Callable, updates: float = math.inf):
         self.path = path
-        self.records = records
-        self.lost = _lost_rows(path, records(), updates)
+        self.read = read
+        self.lost = _lost_rows(path, read(), updates)
         self.make()
 
     def make(self) -> None:
         "Write the file again, with a row for every record, and a column for every metric."
-        records = self.records()
+        records = self.read()
         if self.lost:
             records = sorted(records + self.lost, key=lambda record: record.get("updates", 0))
         columns = dict.fromkeys(METRICS)
@@ -337,16 +341,16 @@ class MetricWriter:
         updates: float = math.inf,
     ):
         self.folder = Path(folder)
-        self._checked_names = set()  # of metrics of the user for which `_warn_of_slip` was called
+        self._checked_names = set()  # names for which `_warn_of_slip` was called
         self.folder.mkdir(parents=True, exist_ok=True)
 
         # Keep the records up to `updates`.
         old = [r for r in records_of(folder) if r.get("updates", 0) <= updates]
-        last = old[-1] if old else dict(updates=0, steps=0)
-        if last.get("updates", updates) < updates < math.inf:
-            self._warn_of_lost(last, updates)
+        last_record = old[-1] if old else dict(updates=0, steps=0)
+        if last_record.get("updates", updates) < updates < math.inf:
+            self._warn_of_lost(last_record, updates)
         write_atomically(self.folder / "metrics.jsonl", "".join(map(_json_line, old)).encode())
-        self._record = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._records_file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
 
         # Start the sinks.
         if tensorboard == "auto":
@@ -359,18 +363,18 @@ class MetricWriter:
             table = self.folder / "metrics.csv"
             self._sinks.append(_Table(table, lambda: read_records(folder), updates))
             if tensorboard:
-                self._sinks.append(TensorBoard(folder, last.get("steps", 0)))
+                self._sinks.append(TensorBoard(folder, last_record.get("steps", 0)))
             if wandb:
                 self._sinks.append(WandB(folder, wandb if isinstance(wandb, str) else None, config))
         except BaseException:
             self.close()
             raise
 
-    def _warn_of_lost(self, last, updates):
-        "Warn that the records after the `last` one, up to so many updates, are missing."
-        checkpoint = last_kept(self.folder / "checkpoints", last["steps"])
+    def _warn_of_lost(self, last_record, updates):
+        "Warn that the records after `last_record`, up to so many updates, are missing."
+        checkpoint = last_kept(self.folder / "checkpoints", last_record["steps"])
         path = self.folder / "metrics.jsonl"
-        text = f"{path} has lost the updates {last['updates'] + 1:.0f} to {updates:.0f}"
+        text = f"{path} has lost the updates {last_record['updates'] + 1:.0f} to {updates:.0f}"
         if checkpoint:
             text += f"; `rollpipe train --resume {checkpoint}` makes them again"
         _log.warning(text)
@@ -384,9 +388,9 @@ class MetricWriter:
         metrics = check_metrics(metrics, own=True)
         if "steps" not in metrics:
             raise DataError("a record needs its steps", leaf="steps", got=", ".join(metrics))
-        with names_file(self._record.name):
-            self._record.write(_json_line(metrics))
-            self._record.flush()
+        with names_file(self._records_file.name):
+            self._records_file.write(_json_line(metrics))
+            self._records_file.flush()
         for sink in list(self._sinks):
             self._try(sink, sink.write, metrics)
         for name in metrics.keys() - METRICS.keys() - self._checked_names:
@@ -398,8 +402,8 @@ class MetricWriter:
             action(*args)
         except Exception as e:
             _log.warning(
-                f"{sink.name} failed and gets no more metrics, {self._record.name} has them all: "
-                f"{describe_exception(e)}"
+                f"{sink.name} failed and gets no more metrics, "
+                f"{self._records_file.name} has them all: {describe_exception(e)}"
             )
             self._sinks.remove(sink)
             self._failed.append(sink)
@@ -417,8 +421,8 @@ class MetricWriter:
     def close(self) -> None:
         "Close the files and the sinks. It may be called twice."
         try:
-            with names_file(self._record.name):
-                self._record.close()
+            with names_file(self._records_file.name):
+                self._records_file.close()
         finally:
             failed = self._failed
             self._failed = []
@@ -452,7 +456,11 @@ class MetricFiles(Observer):
         self.writer: MetricWriter | None = None
 
     def begin(self, run: Any) -> None:
-        "Open the files of a new run. If a run continues, `after` opens them."
+        """Open the files of a new run.
+
+        If a run continues, `after` opens them for the first record. So they stay as they are if the
+        run cannot continue.
+        """
         self.make_writer = None
         if ranks.rank():
             return
@@ -589,7 +597,7 @@ def is_complete(folder: str | Path, run: Any) -> bool:
 def no_run(path: Path) -> DataError:
     """The error for a path at which there is no run.
 
-    It names runs in this folder, or runs beside it with similar names.
+    Its message suggests runs in this folder, or runs beside the path with similar names.
     """
     if path.is_file():
         return DataError(
@@ -642,11 +650,11 @@ class Progress(Observer):
     when = "record"
 
     def __init__(self, total: int | None = None, every: float = 15, file: Any = None):
-        self.asked_total = total
+        self.given_total = total
         self.every = every
         self.file = file or sys.stderr
         self._bar = None
-        self._last = {}
+        self._latest = {}
         self._is_printed = False  # whether the last record is printed
 
     def begin(self, run: Any) -> None:
@@ -654,7 +662,7 @@ class Progress(Observer):
 
         Raises `DataError` if neither `total` nor the run tells the number of steps.
         """
-        self.total = self.asked_total or run.config.get("steps")
+        self.total = self.given_total or run.config.get("steps")
         if not self.total:
             raise DataError(
                 "the progress needs to know the end", leaf="total", expected="Progress(total=STEPS)"
@@ -663,8 +671,8 @@ class Progress(Observer):
         # Steps that a resumed run made before do not count for the speed.
         self.steps = self.initial = run.counters["steps"]
         self.begun = time.monotonic()
-        self._shown = None
-        self._last = {}
+        self._shown_at = None
+        self._latest = {}
         if self.file.isatty():
             self._bar = tqdm(
                 total=self.total,
@@ -678,7 +686,7 @@ class Progress(Observer):
 
     def after(self, record: Mapping) -> None:
         "Show the progress. A metric that the record does not have keeps its last value."
-        self._last.update(record)
+        self._latest.update(record)
         self.steps = int(record["steps"])
         if self._bar is not None:
             self._bar.n = min(self.steps, self.total)
@@ -697,16 +705,16 @@ class Progress(Observer):
             f"{format_number(speed)}/s",
         ]
 
-        # The newest values of some metrics, if there are any
+        # The newest values of some metrics, if there are any: label, name of the metric, format
         metrics = (
             ("return", "return_mean", ".4g"),
             ("evaluated", "eval_return_mean", ".4g"),
             ("kl", "kl", ".2g"),
         )
         for label, name, form in metrics:
-            if name in self._last:
-                parts.append(f"{label} {self._last[name]:{form}}")
-        if "workers" in self._last:
+            if name in self._latest:
+                parts.append(f"{label} {self._latest[name]:{form}}")
+        if "workers" in self._latest:
             parts.append(self._workers())
 
         # The remaining time, at the speed so far
@@ -717,11 +725,11 @@ class Progress(Observer):
 
     def _workers(self) -> str:
         "The number of workers, their lag, and how many were restarted."
-        text = f"{self._last['workers']:.0f} workers"
-        lag = self._last.get("lag")
+        text = f"{self._latest['workers']:.0f} workers"
+        lag = self._latest.get("lag")
         if lag is not None:
             text += f", lag {lag:.3g}"
-        restarts = self._last.get("restarts")
+        restarts = self._latest.get("restarts")
         if restarts:
             text += f", {restarts:.0f} restarted"
         return text
@@ -729,9 +737,9 @@ class Progress(Observer):
     def _is_due(self) -> bool:
         "Whether `every` seconds have passed since the last line."
         now = time.monotonic()
-        if self._shown is not None and now - self._shown < self.every:
+        if self._shown_at is not None and now - self._shown_at < self.every:
             return False
-        self._shown = now
+        self._shown_at = now
         return True
 
     def _print(self) -> None:
@@ -742,6 +750,6 @@ class Progress(Observer):
         "Close the bar, which stays on the terminal; or print the last line, if it is not printed."
         if self._bar is not None:
             self._bar.close()
-        elif self._last and not self._is_printed:
+        elif self._latest and not self._is_printed:
             self._print()
         self._bar = None

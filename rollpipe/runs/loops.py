@@ -79,23 +79,18 @@ class ResumedLoader:
             raise
 
 
-def _ordered(service: Any) -> dict:
+def _order_options(service: Any) -> dict:
     """The options of a reading service that decide the order of the stream.
 
     Args:
         service: the reading service; None: the graph runs in this process
     """
-    workers = 0 if service is None else service.num_workers
-    return dict(
-        workers=workers,
-        **ordering(
-            dict(
-                workers=workers,
-                lag=getattr(service, "lag", 0),
-                order=getattr(service, "order", None),
-            )
-        ),
+    options = dict(
+        workers=0 if service is None else service.num_workers,
+        lag=getattr(service, "lag", 0),
+        order=getattr(service, "order", None),
     )
+    return {**options, **ordering(options)}
 
 
 def _read(path: Path, sources: list) -> Checkpoint | None:
@@ -105,7 +100,7 @@ def _read(path: Path, sources: list) -> Checkpoint | None:
 
     Args:
         path: the file
-        sources: the sources of ticks in the pipeline
+        sources: the pipes in which an actor meets environments (`Acting`)
     """
     if not path.exists():
         return None
@@ -161,17 +156,17 @@ def resumed(
 
 def _opened(path, pipe, agent, reading_service, exact):
     "The body of `resumed`, for a copy of the graph. The file is locked."
-    ordered = _ordered(reading_service)
+    order_options = _order_options(reading_service)
     sources = find(pipe, Acting)
     checkpoint = _read(path, sources)
 
     # Whether the loop can continue exactly depends on how the environments are kept.
     if checkpoint is None:
         keep_environments(pipe)
-        reason = why_inexact(pipe, ordered)
+        reason = why_inexact(pipe, order_options)
     else:
         keep_as(pipe, checkpoint.config["loop"])
-        reason = _why_not_exact(checkpoint, pipe, ordered)
+        reason = _why_not_exact(checkpoint, pipe, order_options)
     if reason and exact:
         raise DataError(
             "the loop cannot go on exactly",
@@ -185,11 +180,13 @@ def _opened(path, pipe, agent, reading_service, exact):
     # Restore the learner and the pipes that learn, before the fingerprint, which has their weights.
     if checkpoint is not None:
         _load(path, checkpoint, pipe, agent)
-    present = fingerprint(pipe, agent, lag=ordered["lag"], order=ordered["order"])
+    present = fingerprint(pipe, agent, lag=order_options["lag"], order=order_options["order"])
     if checkpoint is not None:
         _warn_of_changes(path, Fingerprint(checkpoint.config["fingerprint"]), present)
+    # The description of the loop. `loop` has the ways in which the environments are kept, one for
+    # each source.
     config = dict(
-        ordered,
+        order_options,
         loop=[source.keeper.name for source in sources],
         exact=exact,
         inexact=reason,
@@ -198,14 +195,13 @@ def _opened(path, pipe, agent, reading_service, exact):
 
     # The batches, and the number of updates so far
     updates = 0 if checkpoint is None else checkpoint.counters["updates"]
-    with (
-        _journal(path, checkpoint, exact, reason) as journal,
-        torchdata.DataLoader2(stream.open(pipe), reading_service=reading_service) as loader,
-    ):
-        try:
-            yield ResumedLoader(loader, pipe, stream, config, journal), updates
-        finally:
-            stream.end()
+    with _journal(path, checkpoint, exact, reason) as journal:
+        graph = stream.open(pipe)
+        with torchdata.DataLoader2(graph, reading_service=reading_service) as loader:
+            try:
+                yield ResumedLoader(loader, pipe, stream, config, journal), updates
+            finally:
+                stream.end()
 
 
 def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str | None) -> Journal:
@@ -226,9 +222,9 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
         file.unlink(missing_ok=True)  # the journal of an earlier loop
     n = checkpoint.counters.get("batches", 0) if checkpoint else 0
 
-    def differs(*lines):
+    def on_difference(earlier, now, after):
         "Called by the journal for a batch that differs from its earlier line."
-        text = difference_in_words(path, *lines)
+        text = difference_in_words(path, earlier, now, after)
         if exact:
             raise DataError(
                 text, leaf="exact", expected="the batches of its journal; or exact=False"
@@ -236,19 +232,19 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
         _log.warning(text)
 
     counters = dict(updates=n, steps=0, resumes=0)
-    return Journal(file, counters, {}, differs=None if reason else differs)
+    return Journal(file, counters, {}, on_difference=None if reason else on_difference)
 
 
-def _why_not_exact(checkpoint: Checkpoint, pipe: Any, ordered: dict) -> str | None:
+def _why_not_exact(checkpoint: Checkpoint, pipe: Any, order_options: dict) -> str | None:
     "Why the stream of a file cannot continue in this graph and order; None: it can."
     config = checkpoint.config
-    reason = config["inexact"] or why_inexact(pipe, ordered)
+    reason = config["inexact"] or why_inexact(pipe, order_options)
     if reason:
         return reason
     changed = [
-        f"{name}={config[name]!r} when it was saved, and now {ordered[name]!r}"
+        f"{name}={config[name]!r} when it was saved, and now {order_options[name]!r}"
         for name in ("lag", "order")
-        if config[name] != ordered[name]
+        if config[name] != order_options[name]
     ]
     if changed and bool(config["workers"]) != bool(ordered["workers"]):
         changed[-1] += " (without workers the lag is always 0, and the order canonical)"

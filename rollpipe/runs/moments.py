@@ -125,8 +125,8 @@ def checkpoint_before(
             got=str(n),
         )
 
-    # If the run was resumed with new episodes, only a checkpoint of the same stretch between two
-    # such resumes helps.
+    # A run that was resumed with new episodes consists of stretches, which such resumes separate.
+    # Only a checkpoint of the update's own stretch helps.
     resumes = next((line.resumes for line in lines if line.updates >= n), counters["resumes"])
     first = first_checkpoint(folder, newest)
     for checkpoint in chain([newest], checkpoints_of(folder), [first]):
@@ -183,8 +183,8 @@ def placed_checkpoint(
 ) -> tuple[Checkpoint, int]:
     """The result of `checkpoint_before`, and the number of the update.
 
-    The chunks of its replay memory get a second name in the folder `home`, so they stay if the
-    training of the run removes the first name.
+    The replay memory in the checkpoint consists of files, its chunks. Each of them gets a second
+    name in the folder `home`, so it stays if the training of the run removes the first name.
 
     Args:
         folder: folder of the run
@@ -209,9 +209,9 @@ def placed_checkpoint(
                 folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=link
             )
 
-        # The training may have removed a chunk before it got its second name. Then it has saved
-        # another checkpoint, so try again with that one. If it is the same checkpoint again, the
-        # chunk is lost, and reading the stream will raise an error.
+        # The training may have removed a chunk before the chunk got its second name. Then the
+        # training has saved another checkpoint, so try again with that one. If the run still has
+        # the same checkpoint, the chunk is lost, and reading the stream will raise an error.
         leaves = nested.leaves(checkpoint.stream)
         needed = {x for x in leaves if isinstance(x, str) and x.endswith(".chunk")}
         is_same = checkpoint.counters == counters_before
@@ -289,7 +289,8 @@ def _repetition(folder: Path, checkpoint: Checkpoint, home: Path, memory: Path) 
             shutil.copy(folder / name, home)
     cut(home / JOURNAL, checkpoint.counters["updates"])
 
-    # Its history begins as that of a run that is no fork, and it is not stopped where the run was.
+    # The history of the repetition begins as that of a run that is no fork. The repetition does not
+    # stop where the run was stopped.
     first, *later = (event for event in checkpoint.history if event["event"] != "stopped")
     began = dict(event="began", at=first["at"], kept=first["kept"], inexact=first["inexact"])
     again = checkpoint._replace(history=History([began, *later]))
@@ -385,22 +386,19 @@ def _iterated(run: Run, lines: set, since: int | None) -> Iterator[Moment]:
         since: see `Moment`
     """
     updates = Updates(run)
-    with (
-        torch_threads(run.config["threads"]),
-        reading(run) as (batches, _, graph),
-        journal_of(run, is_told=False) as updates.journal,
-    ):
-        run.stream.begin(graph, *updates.accounts)
-        updates.journal.open()  # so that there is a journal even if no update follows
-        updates.start_clock()
 
-        def learn(batch):
-            "Make the next update, and write a line of the journal if the run has one there."
-            updates.update(batch)
-            if run.counters["updates"] in lines:
-                updates.journal.mark()
+    def learn(batch):
+        "Make the next update, and write a line of the journal if the run has one there."
+        updates.update(batch)
+        if run.counters["updates"] in lines:
+            updates.journal.mark()
 
-        yield Moment(updates, batches, learn, since)
+    with torch_threads(run.config["threads"]), reading(run) as (batches, _, graph):
+        with journal_of(run, warns=False) as updates.journal:
+            run.stream.begin(graph, *updates.accounts)
+            updates.journal.open()  # so that there is a journal even if no update follows
+            updates.start_clock()
+            yield Moment(updates, batches, learn, since)
 
 
 def _learn_until(update: int, repeated: Moment) -> None:
@@ -487,15 +485,15 @@ def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates:
     last = next(later_lines, lines[-1]).updates
 
     # The number of the last update in this stretch, up to which the journal should have lines
-    most = stretch[-1].updates
+    last_in_stretch = stretch[-1].updates
     if newest.counters["resumes"] == resumes:
-        most = max(most, newest.counters["updates"])
-    if last < min(since + updates, most):
+        last_in_stretch = max(last_in_stretch, newest.counters["updates"])
+    if last < min(since + updates, last_in_stretch):
         raise DataError(
             f"{shown(folder)} has lost lines of its journal",
             leaf="updates",
             expected=f"at most {last - since}",
-            got=f"{updates}, and checksums of the updates up to {last} of {most}",
+            got=f"{updates}, and checksums of the updates up to {last} of {last_in_stretch}",
         )
     return last
 
@@ -514,27 +512,31 @@ def check_repeats(folder: Path, again: Path) -> RunDifference:
 
 
 def _updates_again(folder: Path, at: Parting) -> list:
-    """Make the updates of a run again in which its journal and that of another run begin to differ.
+    """Repeat a run up to the update `at.after`, and then make its updates up to `at.by`.
 
     Returns the batch of each of these updates, and, as the last item, the weights after them.
     Raises `DataError` if the run does not repeat.
+
+    Args:
+        folder: folder of the run
+        at: the updates in which its journal and that of another run begin to differ
     """
-    with moment(folder, at.after, is_next=True) as then:
+    with moment(folder, at.after, is_next=True) as repeated:
         batches = []
         for _ in range(at.after, at.by):
-            batch = next(then.batches)
+            batch = next(repeated.batches)
             batches.append(copy.deepcopy(getattr(batch, "fresh", batch)))
-            then.learn(batch)
-        check_repeats(folder, then.run.folder)
-        networks = networks_of(then.run.agent)
+            repeated.learn(batch)
+        check_repeats(folder, repeated.run.folder)
+        networks = networks_of(repeated.run.agent)
         return [*batches, {name: dict(x.state_dict()) for name, x in networks.items()}]
 
 
 def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
     """The first number in which two runs differ, with both of its values, in words.
 
-    It is a number of a batch, or of the weights if the batches are equal. Both runs make the
-    updates again in which their journals begin to differ.
+    Both runs make the updates again in which their journals begin to differ. The number is one of a
+    batch, or of the weights if the batches are equal.
 
     Args:
         a: folder of a run
@@ -544,11 +546,15 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
     Raises:
         DataError: one of them cannot be repeated; the message names the reason
     """
-    both = [_updates_again(Path(folder).absolute(), at) for folder in (a, b)]
-    for n, pair in enumerate(zip(*both), at.after + 1):
-        x, y = map(named_leaves, pair)
-        for path in dict.fromkeys([*at.leaves, *x, *y]):
-            first = first_difference(x.get(path), y.get(path), path)
+    items_a = _updates_again(Path(a).absolute(), at)
+    items_b = _updates_again(Path(b).absolute(), at)
+
+    # Item `n` is the batch of update `n`. The last item is the weights after all of them.
+    for n, (item_a, item_b) in enumerate(zip(items_a, items_b), at.after + 1):
+        leaves_a = named_leaves(item_a)
+        leaves_b = named_leaves(item_b)
+        for path in dict.fromkeys([*at.leaves, *leaves_a, *leaves_b]):
+            first = first_difference(leaves_a.get(path), leaves_b.get(path), path)
             if first is None:
                 continue
             return f"update {n}: batch{first}" if n <= at.by else f"the weights after it: {first}"
@@ -630,8 +636,8 @@ def _repeated_update(folder: Path, update: int, edits: tuple) -> Iterator[NextUp
             return _compared(folder, run.folder, update, metrics or {})
 
         since = repeated.since
-        start = "the start" if since is None else f"the checkpoint of update {since}"
-        known = f"{update - 1 - (since or 0)} updates repeated from {start}"
+        beginning = "the start" if since is None else f"the checkpoint of update {since}"
+        known = f"{update - 1 - (since or 0)} updates repeated from {beginning}"
         yield NextUpdate(
             run.agent, batch, update, f"{known}\n{_difference(folder, run.folder)}", outcome
         )
@@ -694,8 +700,9 @@ def _failed_update(folder: Path) -> Iterator[NextUpdate]:
 
     def outcome(metrics=None, error=None):
         # Compare the error, and the learner after it.
-        then = crash["error"], crash["state"]
-        now = describe_exception(error) if error else "no error", checksum(agent.state_dict())
+        error_now = describe_exception(error) if error else "no error"
+        now = f"{error_now} (learner {checksum(agent.state_dict())})"
+        then = f"{crash['error']} (learner {crash['state']})"
         if now == then:
             return "the error and the learner after it are the same as then"
 
@@ -704,16 +711,11 @@ def _failed_update(folder: Path) -> Iterator[NextUpdate]:
         if ranks > 1:
             return (
                 f"{ranks} ranks learned together, and this is the part of one, so its numbers are "
-                f"others: then {then[0]}"
+                f"others: then {crash['error']}"
             )
-        text = "{} (learner {})"
-        raise DataError(
-            f"{shown(folder)}: the update does not repeat here",
-            expected=text.format(*then),
-            got=text.format(*now),
-        )
+        raise DataError(f"{shown(folder)}: the update does not repeat here", expected=then, got=now)
 
-    # Make the updates before the one that failed again.
+    # Make again the updates that came before the failed one.
     with torch_threads(checkpoint.config["threads"]):
         random.put()
         *before, last = batches

@@ -77,14 +77,14 @@ def stop_signals(accepts: Callable = _is_noticed) -> Iterator[None]:
             last_stop = monotonic()
             raise Stopped(number)
 
-    before = _handlers(accepts)
-    for s in before:
-        signal.signal(s, stop)
+    handlers_before = _handlers(accepts)
+    for number in handlers_before:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 # %% ../../nbs/runs/07_signals.ipynb #5a1c7e0c
 PATIENCE = 5.0  # largest number of seconds for which a signal waits for the end of a batch
@@ -113,7 +113,7 @@ class _Delay:
         # - [(number, None)]: this one, which `agree` has found in one of the ranks
         self.agreed = None
         # the time of the first signal; one may be left from the block before
-        self.begun = monotonic() if received else -inf
+        self.first_at = monotonic() if received else -inf
 
     def collecting(self) -> None:
         """From now on, a signal waits for the end of the batch, but at most `PATIENCE` seconds.
@@ -164,7 +164,7 @@ class _Delay:
         self.received.append(args)
         is_first = len(self.received) == 1
         if is_first:
-            self.begun = monotonic()
+            self.first_at = monotonic()
         if not self.waits:
             return
 
@@ -173,7 +173,7 @@ class _Delay:
         number, _ = args
         if is_first:
             self._wait_for_batch(number)
-        elif monotonic() - self.begun > ONE_WISH:
+        elif monotonic() - self.first_at > ONE_WISH:
             self.handlers[number](*args)
 
     def _wait_for_batch(self, number):
@@ -184,9 +184,9 @@ class _Delay:
 
     def _expire(self, number):
         "The signal has waited for `PATIENCE`. It is sent again, and then takes effect."
-        # The signal that is sent now arrives in `receive` as a later one. With this time, it is not
-        # taken for the same one, however short `PATIENCE` is, and does not wait.
-        self.begun = -inf
+        # The signal that is sent now arrives in `receive` as a later one. It must not wait, even if
+        # it follows within `ONE_WISH` seconds. So the first signal counts as very old.
+        self.first_at = -inf
         if self.waits:
             os.kill(os.getpid(), number)
 
@@ -201,8 +201,8 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
         received: signals from earlier blocks that have had no effect yet; the list is changed
     """
     delay = _Delay([] if received is None else received)
-    for s in delay.handlers:
-        signal.signal(s, delay.receive)
+    for number in delay.handlers:
+        signal.signal(number, delay.receive)
     try:
         yield delay
     except WorkerError:
@@ -214,8 +214,8 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
         delay.agreed = None
     finally:
         delay.learning()
-        for s, handler in delay.handlers.items():
-            signal.signal(s, handler)
+        for number, handler in delay.handlers.items():
+            signal.signal(number, handler)
 
     # The first signal takes effect now, or the one that the ranks have agreed on.
     stop = delay.received[:1] if delay.agreed is None else delay.agreed

@@ -209,6 +209,9 @@ def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
 class Stream:
     """The stream of a run: its present iteration, and the state of this between two batches.
 
+    Call `open` with the graph, iterate the result, and call `begin`. Between two batches, `state`
+    gives the state. At the end of the iteration, call `end`.
+
     If `is_joint`, the stream is divided among several ranks, which all call `state` at the same
     moment.
 
@@ -220,7 +223,9 @@ class Stream:
             states
     """
 
-    is_joint = has_ended = False
+    is_joint = False
+    # whether the last iteration is over, or was stopped within a batch
+    has_ended = False
 
     def __init__(
         self,
@@ -402,7 +407,7 @@ def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
         _log.warning(text)
         return
 
-    # Suggest a checkpoint before the lost ones, or a fork without `patience`.
+    # Suggest a checkpoint before the lost evaluations, or a fork without `patience`.
     checkpoint = last_kept(folder / "checkpoints", steps[-1] if steps else -1)
     command = typed_command("rollpipe", "fork", folder, "--out", "OUT", "--set", "patience=0")
     if checkpoint:
@@ -434,9 +439,8 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, checkpoint: Any) -> Stream:
     check_lanes(config["workers"], config["options"])
     check_evaluations(folder, config, counters)
     if not counters["updates"]:
-        shutil.rmtree(
-            folder / "recording", ignore_errors=True
-        )  # the run begins again, and records again
+        # The run begins again, and records again.
+        shutil.rmtree(folder / "recording", ignore_errors=True)
     elif checkpoint.stream is None:
         _warn_of_new_episodes(folder, checkpoint)
     keep_as(pipe, history.kept.values())
@@ -453,13 +457,14 @@ def _warn_of_new_episodes(folder: Path, checkpoint: Any) -> None:
     origin = checkpoint.history.origin or {}
     is_at_origin = origin.get("at") == checkpoint.counters["updates"]
     is_fork = bool(origin.get("new_episodes") and is_at_origin and not checkpoint.evaluated)
-    why = checkpoint.history.inexact
-    if not why:
+    if checkpoint.history.inexact:
+        why = checkpoint.history.inexact
+    elif is_fork:
+        why = "it is a fork that was made so"
+    elif checkpoint.evaluated:
+        why = "the best checkpoint has no state of the stream"
+    else:
         why = "it was interrupted within a batch"
-        if checkpoint.evaluated:
-            why = "the best checkpoint has no state of the stream"
-        if is_fork:
-            why = "it is a fork that was made so"
 
     # Refuse it if the run is to be exact.
     if checkpoint.config.get("exact") and not is_fork:
@@ -480,6 +485,7 @@ def edits_due(folder: Path, history: History) -> list:
         folder: folder of the run
         history: the history in the checkpoint
     """
+    # The checkpoint has the first edits of the run. The folder has these and all later ones.
     events = History.read(folder).named("edited", "due")
     return [{**event, "event": "edited"} for event in events[len(history.edits) :]]
 
@@ -538,7 +544,7 @@ def difference_in_words(path: Path, before: Entry, now: Entry, after: int) -> st
     return f"{shown(path)} does not go on as it did before: {where}"
 
 
-def journal_of(run: Any, is_told: bool = True) -> Journal:
+def journal_of(run: Any, warns: bool = True) -> Journal:
     """The journal of a run. In ranks other than 0, it writes nothing.
 
     Before the first line of the journal, the fingerprint of the run is written. A warning names
@@ -551,7 +557,7 @@ def journal_of(run: Any, is_told: bool = True) -> Journal:
 
     Args:
         run: a `Run`
-        is_told: whether warnings are logged; False for a repetition, which is compared with its run
+        warns: whether warnings are logged; False for a repetition, which is compared with its run
             by `diff`
     """
     if ranks.rank():
@@ -565,12 +571,12 @@ def journal_of(run: Any, is_told: bool = True) -> Journal:
     keep = partial(keep_fingerprint, run.folder, n, present)
     changed = keep(is_written=False)
     surprises = unexplained(changed, run)
-    if surprises and is_told:
+    if surprises and warns:
         _log.warning(f"{shown(run.folder)} goes on, but not as it was: {surprises}")
 
-    def differs(*lines):
+    def on_difference(earlier, now, after):
         "Called by the journal for an update that differs from its earlier line."
-        text = difference_in_words(run.folder, *lines)
+        text = difference_in_words(run.folder, earlier, now, after)
         if config.get("exact") and not changed:
             raise DataError(
                 text,
@@ -586,14 +592,14 @@ def journal_of(run: Any, is_told: bool = True) -> Journal:
         run.counters,
         networks_of(run.agent),
         run.history.edits,
-        differs,
-        opens=keep,
+        on_difference,
+        on_open=keep,
     )
     if n == 0 and not journal.path.exists():
         journal.open()  # so that there is a journal even if the first update fails
-    if journal.ends < n and is_told:
+    if journal.last_in_file < n and warns:
         _log.warning(
-            f"{shown(run.folder / JOURNAL)} has lost what comes after update {journal.ends}; its "
-            f"checksums begin anew after update {n}"
+            f"{shown(run.folder / JOURNAL)} has lost what comes after update "
+            f"{journal.last_in_file}; its checksums begin anew after update {n}"
         )
     return journal

@@ -122,8 +122,9 @@ ENDLESS = dict(stop_at_return=None, patience=0, stop_after=None)
 def check_stops(config: dict) -> None:
     """Raise `DataError` if evaluations should stop a training that does not wait for them.
 
-    If `eval_every` is in updates, evaluations run beside the training, and the clock decides when
-    they end. So a resumed run would stop after another update.
+    With the options `stop_at_return` and `patience`, evaluations stop a training. If `eval_every`
+    is in updates, evaluations run beside the training, and the clock decides when they end. So a
+    resumed run would stop after another update.
 
     Args:
         config: see `make_config`
@@ -147,7 +148,8 @@ def is_over(run: Any) -> bool:
     return run.counters["steps"] >= run.config["steps"] or bool(run.history.stopped)
 
 
-_LANE = 100_000  # least bytes that a running lane needs; with CartPole it needs ten times as many
+# The least number of bytes that a running lane needs. With CartPole it needs ten times as many.
+_LANE_BYTES = 100_000
 
 
 def check_room(options: dict) -> None:
@@ -156,9 +158,10 @@ def check_room(options: dict) -> None:
     Args:
         options: all options of the algorithm
     """
-    # options whose values are multiplied -> least bytes for each unit of the product
+    # options whose values are multiplied -> least bytes for each unit of the product. With lanes=2,
+    # n_envs=8 and n_steps=100 a batch has 1600 steps, of which each needs `LEAST_BYTES`.
     sizes = {
-        ("lanes",): _LANE,
+        ("lanes",): _LANE_BYTES,
         ("lanes", "n_envs", "n_steps"): LEAST_BYTES,
         ("batch_size", "length"): LEAST_BYTES,
     }
@@ -267,10 +270,10 @@ def _edits_for(config: dict, pipe: Any, device: torch.device, seed: int) -> list
     # asks it for advantages, or else the learner.
     if device.type != "cpu":
         has_critic = len(find(pipe, AdvantageBuffer)) == 1
-        to_device = partial(ToDevice, device=device)
         if has_critic:
-            to_device = ToDevice.inserter(before=AdvantageBuffer, device=device)
-        edits.append(to_device)
+            edits.append(ToDevice.inserter(before=AdvantageBuffer, device=device))
+        else:
+            edits.append(partial(ToDevice, device=device))
     return edits
 
 # %% ../../nbs/settings/05_config.ipynb #ce5267a0
@@ -478,32 +481,33 @@ def resolve(asked: Asked) -> Resolved:
         asked: see `Asked`
     """
     algorithm = asked.algorithm
-    of_algorithm = options_for(algorithm)
-    may_be_set = of_algorithm + BESIDE_PRESET
-    preset, of_preset, kwargs_of_preset = preset_for(
+    options_of_algorithm = options_for(algorithm)
+    may_be_set = options_of_algorithm + BESIDE_PRESET
+    preset, preset_values, preset_kwargs = preset_for(
         algorithm, asked.env, asked.env_kwargs, asked.values["preset"], may_be_set
     )
 
     # A later source has priority over an earlier one.
     values = {}
     origins = {}
-    for origin, source in dict(preset=of_preset, file=asked.file, typed=asked.typed).items():
+    sources = dict(preset=preset_values, file=asked.file, typed=asked.typed)
+    for origin, source in sources.items():
         values.update(source)
         origins.update(dict.fromkeys(source, origin))
 
-    # Those of the algorithm are taken out of `values`, and the rest are those of the run.
-    defaults = {option.name: option.default for option in of_algorithm}
-    learning = {name: values.pop(name) for name in defaults if name in values}
-    learning = checked(learning, of_algorithm, algorithm)
-    of_run = run_options(values)
+    # The values for the algorithm are taken out of `values`. The rest are for the run.
+    defaults = {option.name: option.default for option in options_of_algorithm}
+    algorithm_values = {name: values.pop(name) for name in defaults if name in values}
+    algorithm_values = checked(algorithm_values, options_of_algorithm, algorithm)
+    for_run = run_options(values)
 
     # Some defaults depend on other options. For `RND`, the last observation of an episode may be
     # new, too. The critic gets the encoder of the actor.
-    if of_run.intrinsic and "terminal_obs" in defaults:
+    if for_run.intrinsic and "terminal_obs" in defaults:
         defaults["terminal_obs"] = True
-    if "critic_encoder" in defaults and "encoder" in learning:
-        defaults["critic_encoder"] = learning["encoder"]
-    options = {**defaults, **learning}
+    if "critic_encoder" in defaults and "encoder" in algorithm_values:
+        defaults["critic_encoder"] = algorithm_values["encoder"]
+    options = {**defaults, **algorithm_values}
 
     # A mask of actions is an info, which the environment has to add to the observations.
     mask = options.get("action_mask")
@@ -512,10 +516,10 @@ def resolve(asked: Asked) -> Resolved:
     config = {
         "algorithm": algorithm,
         "env": asked.env,
-        "env_kwargs": {**masks, **kwargs_of_preset, **asked.env_kwargs},
-        **vars(of_run),
+        "env_kwargs": {**masks, **preset_kwargs, **asked.env_kwargs},
+        **vars(for_run),
         "preset": preset,
-        "options": with_steps(of_algorithm, options, of_run.steps),
+        "options": with_steps(options_of_algorithm, options, for_run.steps),
         "versions": versions(),
         "origins": origins,
     }
@@ -523,9 +527,9 @@ def resolve(asked: Asked) -> Resolved:
     if imports:
         config["imports"] = [imports] if isinstance(imports, str) else [*imports]
 
-    # The user has typed the address of the cluster, or has named the one in the file before (see
-    # `check_address`). So runs of this process may connect to it.
-    name_address(of_run.address)
+    # The user has typed the address of the cluster, or the address comes from a file, whose reader
+    # has checked that the user has named it (`check_address`). So runs of this process may connect.
+    name_address(for_run.address)
     check_config(config)
     return Resolved({name: as_json(x, name) for name, x in config.items()})
 
@@ -552,8 +556,8 @@ def make_config(
         **settings: options of the run, see `RunOptions`, or more of the algorithm
     """
     _check_id(env)
-    of_algorithm = checked(options or {}, options_for(algorithm), algorithm)
-    typed = {**settings, **of_algorithm}
+    algorithm_values = checked(options or {}, options_for(algorithm), algorithm)
+    typed = {**settings, **algorithm_values}
     return resolve(Asked(algorithm, env, typed, {}, env_kwargs or {}, imports))
 
 # %% ../../nbs/settings/05_config.ipynb #48eedd67
@@ -582,16 +586,15 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
     if limit is not None:
         env_kwargs["max_episode_steps"] = limit
 
-    # The limits of the environment itself; the second one is that of the games of Atari.
+    # The limits of the environment itself, or None. Games of Atari count frames.
     spec = gym.spec(check_id(config["env"]).rpartition(":")[2])
-    limits = (
-        env_kwargs.get("max_episode_steps", spec.max_episode_steps),
-        spec.kwargs.get("max_num_frames_per_episode"),
-    )
+    limit_of_env = env_kwargs.get("max_episode_steps", spec.max_episode_steps)
+    limit_of_game = spec.kwargs.get("max_num_frames_per_episode")
+    limits = [limit for limit in (limit_of_env, limit_of_game) if limit]
     return dict(
         env=config["env"],
         env_kwargs=env_kwargs,
-        max_steps=max([LONGEST, *filter(None, limits)]),
+        max_steps=max([LONGEST, *limits]),
         on_limit="cut",
         info=infos_named(config.get("info")),
     )
@@ -703,10 +706,10 @@ def build(config: dict, resumes: int = 0) -> tuple:
     Raises the errors of both, and `DataError` if they do not fit together.
 
     Args:
-        config: see `make_config`. If it also has the key `folder`, the folder of the run, a
-            recording is written there, and the files of the replay memory are in a subfolder of
-            `path` with the name of that folder, so that parallel trainings with the same options
-            use separate files
+        config: see `make_config`; it may also have the key `folder`, the folder of the run. Then a
+            recording is written into that folder. The files of a replay memory are in a subfolder
+            of the option `path`, and the subfolder has the name of the run's folder. So parallel
+            trainings with the same options use separate files
         resumes: how often the run was resumed
 
     Returns:
@@ -718,9 +721,11 @@ def build(config: dict, resumes: int = 0) -> tuple:
     env = config["env"]
     env_kwargs = playing(config)["env_kwargs"]
     if env_kwargs.get("atari") is not None:
-        env_kwargs["atari"] = "lives"  # evaluations play whole games
+        # In training, the loss of a life ends an episode. Evaluations play whole games.
+        env_kwargs["atari"] = "lives"
 
-    # Part -> its arguments. A stored configuration may lack an option that has been added since.
+    # Name of a part -> its arguments. `recurrence` and `sharing` are two parts that `parts_for`
+    # needs. A stored configuration lacks options that are newer than it.
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
     options = options_for(name)
     for option in options:
@@ -728,8 +733,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
 
     # Four seeds for at most four parts, and a fifth one for `RND`
-    words = np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
-    *part_seeds, novelty_seed = map(int, words)
+    five_seeds = np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
+    *part_seeds, novelty_seed = map(int, five_seeds)
     seeds = dict(zip(algorithm.parts, part_seeds))
 
     # The networks. `parts_for` also adds to `kwargs` the arguments of a network with memory.
@@ -740,7 +745,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
         if part in parts
     ]
 
-    # They move to the device, if the pipeline can collect with networks on a device.
+    # The networks move to the device, if the pipeline can collect with networks there.
     accepted = signature_of(algorithm.pipeline).parameters
     device = device_named(config.get("device", "cpu"))
     if device.type != "cpu":
@@ -755,8 +760,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
         kwargs["pipeline"]["device"] = device
 
     # The learner takes all networks. Some pipelines take the policy alone.
-    of_learner = dict(kwargs["learner"], seed=seeds["learner"])
-    agent = _part_of(algorithm.learner, *modules, owner=algorithm.learner, **of_learner)
+    learner_kwargs = dict(kwargs["learner"], seed=seeds["learner"])
+    agent = _part_of(algorithm.learner, *modules, owner=algorithm.learner, **learner_kwargs)
     networks = modules if "critic" in accepted else modules[:1]
     pipe = algorithm.pipeline(
         env, *networks, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]

@@ -370,7 +370,7 @@ def presets_of(algorithm: str) -> dict:
     return tables_in(read_table(path), ()) if path.is_file() else {}
 
 
-def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
+def _first_table_for(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
     """The name of the first table for the environment and its kind of actions, or None.
 
     A table with the name of the environment comes before tables of families.
@@ -404,7 +404,7 @@ def preset_for(
     if name == "none":
         return None, {}, {}
     tables = presets_of(algorithm)
-    preset = _first(tables, env, env_kwargs) if name == "auto" else name
+    preset = _first_table_for(tables, env, env_kwargs) if name == "auto" else name
     if preset is None:
         return None, {}, {}
     if preset not in tables:
@@ -412,7 +412,7 @@ def preset_for(
         raise DataError(f"{algorithm} has no preset {preset!r}", expected=near)
 
     # A preset that the user has named must be for the environment's kind of actions. For auto,
-    # `_first` has seen to it.
+    # `_first_table_for` has seen to it.
     table = tables[preset]
     actions = table.get("actions")
     if name != "auto" and actions:
@@ -459,8 +459,8 @@ def settings_in(
     parts = {name: values.pop(name, {}) for name in names}
     _check_imports(path, values.pop("imports", []))
 
-    # The options and tables of the file. The configuration of a run also has keys that are neither,
-    # and says None if the run had no preset.
+    # The options and tables of the file. The configuration of a run also has keys that are neither.
+    # Its preset is None if the run had none.
     is_run = bool(parts["versions"])
     no_options = NO_OPTIONS if is_run else ("algorithm", "env")
     settings = {name: x for name, x in values.items() if name not in no_options}
@@ -476,11 +476,11 @@ def settings_in(
     if parts["options"] and is_run:
         for_all["preset"] = "none"  # the configuration of a run is complete without a preset
 
-    # The table for this environment and its kind of actions has priority over them.
-    name = _first(tables, env, {**kwargs, **(env_kwargs or {})})
+    # The table for this environment and its kind of actions has priority over these options.
+    name = _first_table_for(tables, env, {**kwargs, **(env_kwargs or {})})
     if name is not None:
         return {**for_all, **of_tables[name]}, {**kwargs, **tables[name].get("env_kwargs", {})}
-    is_for_others = any(belongs_to(env, name, table) for name, table in tables.items())
+    is_for_others = any(belongs_to(env, other, tables[other]) for other in tables)
     if is_for_others or not (for_all or kwargs):
         raise DataError(
             f"{path}: has nothing for {env}",
@@ -515,7 +515,8 @@ def _check_imports(path, modules):
         raise DataError(f"{path}: its run needs a module", expected=words)
 
 # %% ../../nbs/settings/02_files.ipynb #d4edb42b
-_NAMED: set[str] = set()  # addresses of Ray clusters that the user of this process has named
+# Addresses of Ray clusters that the user of this process has named
+_NAMED_ADDRESSES: set[str] = set()
 
 
 def name_address(address: str | None) -> None:
@@ -524,7 +525,7 @@ def name_address(address: str | None) -> None:
     `--address` and `make_config(address=...)` do the same.
     """
     if address is not None:
-        _NAMED.add(address)
+        _NAMED_ADDRESSES.add(address)
 
 
 def check_address(config: dict, where: Any) -> None:
@@ -535,7 +536,7 @@ def check_address(config: dict, where: Any) -> None:
         where: the file or the run, for the error message
     """
     address = config.get("address")
-    if address is None or address in _NAMED:
+    if address is None or address in _NAMED_ADDRESSES:
         return
     raise DataError(
         f"{where}: a file alone cannot make us connect to a Ray cluster",

@@ -213,7 +213,7 @@ def list_command(args: Namespace, run_options: list) -> None:
 
     # Only some lists take the name of an algorithm, and the list of options needs one.
     if args.of is not None:
-        options_for(args.of)
+        options_for(args.of)  # raises the error for an unknown name
     elif args.what == "options":
         raise DataError("options of which algorithm?", expected=", ".join(ALGORITHMS))
     if args.what == "algorithms" and args.of is not None:

@@ -283,12 +283,12 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
         return ours
 
     # Options of which one name is the beginning of the other. A single letter says nothing.
-    akin = [x for x in known if x.startswith(name) or name.startswith(x)]
-    akin = [x for x in akin if min(len(x), len(name)) > 1]
-    if not akin:
+    with_same_start = [x for x in known if x.startswith(name) or name.startswith(x)]
+    with_same_start = [x for x in with_same_start if min(len(x), len(name)) > 1]
+    if not with_same_start:
         return similar(name, known, n)
     others = similar(name, known, n, cutoff=0.7)
-    return list(dict.fromkeys(similar(name, akin, n, cutoff=0.0) + others))[:n]
+    return list(dict.fromkeys(similar(name, with_same_start, n, cutoff=0.0) + others))[:n]
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:

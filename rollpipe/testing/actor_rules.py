@@ -83,10 +83,7 @@ def _random_states(space, act_space, T, B, seed):
 
     def draw(space):
         space.seed(seed)
-        return nested.map(
-            lambda x: x.reshape(T, B, *x.shape[1:]),
-            sampled(space, T * B),
-        )
+        return nested.map(lambda x: x.reshape(T, B, *x.shape[1:]), sampled(space, T * B))
 
     # In row 1 an episode begins only in environment 0, so both cases occur in one row.
     fin = rng.random((T, B)) < 0.3
@@ -146,9 +143,7 @@ class _Trial:
             "step drew from torch's global generator",
         )
         self.report.check(
-            ACTOR_INPUTS_KEPT,
-            same((state, hx), before),
-            "step changed the state or hx",
+            ACTOR_INPUTS_KEPT, same((state, hx), before), "step changed the state or hx"
         )
 
         # The answer
@@ -236,8 +231,8 @@ def _check_reset(report, trial, used, other, B):
     def column(hx, b):
         return nested.getitem(hx, (slice(None), b))
 
-    # Each environment is reset alone. Then the memory of the others must be as before, and its own
-    # memory must be the same after both pasts.
+    # Each environment `b` is reset alone. Then the memory of the others must be as before, and the
+    # memory of `b` must be the same after both pasts.
     for b in range(B):
         after_used = trial.reset(used, [b])
         after_other = trial.reset(other, [b])
@@ -269,10 +264,7 @@ def _check_batch(report, trial, state, hx, T, B):
     memory = hx
     for t in range(T):
         if nested.leaves(hx) and state.fin[t].any():
-            memory = trial.reset(
-                memory,
-                state.fin[t].nonzero()[:, 0].tolist(),
-            )
+            memory = trial.reset(memory, state.fin[t].nonzero()[:, 0].tolist())
         act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
         acts.append(nested.snapshot(act))
         infos.append(nested.snapshot(info))
@@ -296,10 +288,7 @@ def _check_columns(report, trial, row, hx, noise):
     for b in range(B):
         # Column `b` of the inputs, and of the answer for all environments
         column = (slice(None), slice(b, b + 1))
-        its_row, its_hx, its_noise, expected = nested.getitem(
-            (row, hx, noise, together),
-            column,
-        )
+        its_row, its_hx, its_noise, expected = nested.getitem((row, hx, noise, together), column)
         alone = trial.step(its_row, its_hx, noise=its_noise)
         report.check(
             ACTOR_COLUMNS,
@@ -353,7 +342,8 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
         return
 
     trial = _Trial(report, actor, spaces)
-    states = [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
+    states = _random_states(*spaces, T, B, seed)
+    other_states = _random_states(*spaces, T, B, seed + 1)
     copies = _copies(actor)  # made before the actor has answered
     with EvalMode(actor):
         if trial.takes_noise:
@@ -361,17 +351,17 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
         if report.violations:
             return
 
-        # The state of the actor is read after a first call, which may cache values.
-        _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
-        before = _state_of(actor)
-        report.section(_check_answers, report, trial, *states, hx, T, B)
-        after = _state_of(actor)
+        # The first call may cache values in the actor, so its contents are read after it.
+        _, hx, _ = trial.step(_rows(states, 0), None, virtual=True)
+        before = _contents_of(actor)
+        report.section(_check_answers, report, trial, states, other_states, hx, T, B)
+        after = _contents_of(actor)
     changed = [name for name, *_ in nested.differing(before, after)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
 
     trials = [_Trial(report, copy, spaces) for copy in copies]
     if trials and not report.violations:
-        report.section(_check_copies, report, trials, *states)
+        report.section(_check_copies, report, trials, states, other_states)
 
 
 def _copies(actor):
@@ -398,22 +388,23 @@ def _check_copies(report, trials, states, other_states):
 
     # The first copy has seen other states, which must not matter to its answer.
     answer(trials[0], other_states)
-    used, fresh = (answer(trial, states) for trial in trials)
+    used = answer(trials[0], states)
+    fresh = answer(trials[1], states)
     report.check(
         ACTOR_RESUMABLE, same(used, fresh), "one that has answered before gives another answer"
     )
 
 
-def _state_of(actor):
+def _contents_of(actor):
     "List what an actor must not change: name -> comparable value."
     # Parameters and buffers of all its modules, and attributes of other kinds
-    state = {}
+    contents = {}
     for module in modules_in(actor):
         for name, x in module.named_parameters():
-            state[f"parameter {name}"] = comparable(x.detach())
+            contents[f"parameter {name}"] = comparable(x.detach())
         for name, x in module.named_buffers():
-            state[f"buffer {name}"] = comparable(x.detach())
-    return state | compared_attributes(actor)
+            contents[f"buffer {name}"] = comparable(x.detach())
+    return contents | compared_attributes(actor)
 
 
 def _check_answers(report, trial, states, other_states, hx, T, B):
@@ -429,11 +420,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
     answer = trial.step(row, hx, seed=1)
     first = nested.snapshot(answer)
     _, hx_of_other, _ = trial.step(_rows(other_states, 1), hx, seed=2)
-    report.check(
-        ACTOR_FRESH,
-        same(answer, first),
-        "the first answer changed with the second call",
-    )
+    report.check(ACTOR_FRESH, same(answer, first), "the first answer changed with the second call")
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
 
@@ -442,9 +429,7 @@ def _check_answers(report, trial, states, other_states, hx, T, B):
         trial.step(_rows(other_states, 1), hx, seed=3, virtual=True)
         again = nested.snapshot(trial.step(row, hx, seed=1))
         report.check(
-            ACTOR_VIRTUAL,
-            same(again, first),
-            "the same call gave another answer after it",
+            ACTOR_VIRTUAL, same(again, first), "the same call gave another answer after it"
         )
 
         # The previous action and reward must not matter, because row 0 begins new episodes.

@@ -50,6 +50,10 @@ class ContractError(PipeError, AssertionError):
 class Report:
     """Collects violations: each broken rule once, with the first detail.
 
+    A check consists of sections, each a function that `section` calls. In a section, `check` notes
+    a broken rule and goes on. If the block of `demand` raises an exception, the rule is broken, and
+    the section ends.
+
     `notes` are further lines that `close` prints, about things that are not demanded by a rule.
     """
 

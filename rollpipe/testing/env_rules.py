@@ -227,8 +227,9 @@ def _play(report, env, n_steps, seed):
 
     Returns a list of the environment's answers, step by step.
     """
-    # Copies of the spaces, which are compared with the spaces at the end
     player = _Player(report, env, seed)
+
+    # Copies of the spaces, which are compared with the spaces at the end
     spaces = deepcopy((env.observation_space, env.action_space))
 
     # Pairs of the arguments of a reset and the number of steps after it
@@ -421,9 +422,10 @@ def _check_resumable(report, make, seed):
     # The way with the name 'own' is by the environment's own `get_state` and `set_state`.
     keeper = keeper_for(make, seed)
     report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
+    # `alone` is a text: why a process should have only one of these environments at a time.
     report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
 
-    # No rule demands that a process can have several of these environments, so this is a warning.
+    # `only` says why a process can have only one. No rule forbids this, so it is a warning.
     if keeper.only:
         logging.getLogger("rollpipe").warning(keeper.alone)
     why = f" ({keeper.why})" if keeper.why else ""

@@ -109,45 +109,45 @@ def _check_length(report, pipe):
     report.check(PIPE_LENGTH, n_items == n, f"len() is {n}, but there are {amount} items")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
-class _From(Pipe):
-    """Passes on the items from number `first` to before `end` (None: all), and calls `note()` for
+class _Cut(Pipe):
+    """Passes on the items from number `begin` to before `end` (None: all), and calls `note()` for
     each of them.
     """
 
-    def __init__(self, pipe: IterDataPipe, first: int, note: Callable, end: int | None = None):
+    def __init__(self, pipe: IterDataPipe, begin: int, note: Callable, end: int | None = None):
         super().__init__(pipe)
-        self.first = first
-        self.note = note
+        self.begin = begin
         self.end = end
+        self.note = note
 
     def stream(self, items):
-        for item in islice(items, self.first, self.end):
+        for item in islice(items, self.begin, self.end):
             self.note()
             yield item
 
 
-def _with_inputs_from(pipe, firsts=None):
-    """Copy a graph, so that the last pipe does not get the first items of its inputs.
+def _counting_inputs(pipe, n_left_out=None):
+    """Copy a graph, so that the items of the last pipe's inputs are counted, or left out.
 
     Returns the copy, and a list with one number for each input: how many of its items have been
     read or left out so far.
 
     Args:
         pipe: the last pipe of the graph
-        firsts: for each input, the number of items that are left out; None: no items
+        n_left_out: for each input, the number of first items that the last pipe does not get; None:
+            it gets all items
     """
     # `Lanes` copies the pipes above it and keeps their states, so it needs its input from the first
     # item on.
     sources = [] if getattr(pipe, "copies_above", False) else inputs(pipe)
-    firsts = firsts or [0] * len(sources)
-    counts = list(firsts)
-    for i, first in enumerate(firsts):
+    counts = list(n_left_out or [0] * len(sources))
+    for i, n in enumerate(tuple(counts)):
 
         def note(i=i):
             counts[i] += 1
 
         # Each edit copies the graph, so the input is looked up again.
-        make = partial(_From, first=first, note=note)
+        make = partial(_Cut, begin=n, note=note)
         pipe = _insert_after(pipe, inputs(pipe)[i], make)
     return pipe, counts
 
@@ -173,7 +173,7 @@ def _check_resumes(report, make, k, expected):
         k: number of items before the cut
         expected: copies of the items of an uninterrupted stream
     """
-    pipe, counts = _with_inputs_from(make())
+    pipe, counts = _counting_inputs(make())
     if not _can_resume(pipe):
         return
     rest = expected[k:]
@@ -190,7 +190,7 @@ def _check_resumes(report, make, k, expected):
             next(stream, None)  # a further item must not change the state that was taken
             state_after = pipe.get_state()
 
-        pipe, _ = _with_inputs_from(make(), n_read)
+        pipe, _ = _counting_inputs(make(), n_read)
         if weights is not None:
             pipe.load_state_dict(weights)
         if state is not None:
@@ -244,7 +244,7 @@ def _check_reads(report, pipe, n):
         n_read += 1
 
     # Its input ends after `n` items. The pipe may read ahead, so only the end is compared.
-    pipe = _insert_after(pipe, inputs(pipe)[0], partial(_From, first=0, note=note, end=n))
+    pipe = _insert_after(pipe, inputs(pipe)[0], partial(_Cut, begin=0, note=note, end=n))
     with report.demand(PIPE_READS), _open(pipe) as stream:
         n_items = sum(1 for _ in islice(stream, 2 * n + 1))
     detail = f"{n_read} items were read and {n_items} yielded"
@@ -302,12 +302,13 @@ def _check_closes(report, pipe):
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
 def _check_fragment(report, fragment):
     "Check the shapes of a fragment, the ends of its episodes, and its step numbers."
-    for rule, check in (
-        (FRAGMENT_SHAPES, check_shapes),
-        (FRAGMENT_TERM, check_term),
-        (FRAGMENT_FINAL, check_final),
-        (FRAGMENT_STEPNO, check_stepno),
-    ):
+    check_of_rule = {
+        FRAGMENT_SHAPES: check_shapes,
+        FRAGMENT_TERM: check_term,
+        FRAGMENT_FINAL: check_final,
+        FRAGMENT_STEPNO: check_stepno,
+    }
+    for rule, check in check_of_rule.items():
         with report.demand(rule):
             check(fragment)
 
@@ -372,13 +373,13 @@ def _check_pipe(report, make_pipe, pipe, n):
         report.check(PIPE_ITEMS_KEPT, unchanged, f"item {k} changed while the next were made")
 
     # The same pipe again, an equal one and copies must give the same stream.
-    again = (
+    equal_pipes = (
         (PIPE_BEGINS_ANEW, lambda: pipe),
         (PIPE_SEEDED, make_pipe),
         (PIPE_COPIES, lambda: copy_graph(make_pipe())),
         (PIPE_COPIES, lambda: cloudpickle.loads(cloudpickle.dumps(make_pipe()))),
     )
-    for rule, make in again:
+    for rule, make in equal_pipes:
         report.section(_check_stream, report, rule, make, n, copies)
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())

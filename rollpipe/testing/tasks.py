@@ -47,20 +47,10 @@ class NarrowPath(gym.Env):
         self.length = check_integer("length", length, pipe=self)
         self.cost = cost
         if not 0 <= cost < 1:
-            raise DataError(
-                "out of range",
-                pipe=self,
-                expected="0 <= cost < 1",
-                got=f"cost={cost}",
-            )
+            raise DataError("out of range", pipe=self, expected="0 <= cost < 1", got=f"cost={cost}")
         self.observation_space = Discrete(length + 1)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.place = 0
         return self.place, {}
@@ -129,12 +119,7 @@ class Steering(gym.Env):
                 "out of range", pipe=self, expected="effort > 0", got=f"effort={effort}"
             )
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.x = self.np_random.uniform(-1, 1)
         self.count = 0
@@ -189,9 +174,10 @@ class Gates(gym.Env):
 
     The key that fits opens the gate and pays `1 / length`. Any other key ends the episode. A mask
     of actions, `action_mask`, allows two keys at each gate: number `gate % n_keys` and the next
-    one. At even gates the first of them fits, at odd gates the second. A key that is not allowed
-    ends the episode with the reward -1. After the last gate the episode terminates, and no key is
-    allowed. The observation is the number of the gate.
+    one. At even gates the first of them fits, at odd gates the second. With 5 keys, gate 3 allows
+    the keys 3 and 4, and 4 fits. A key that is not allowed ends the episode with the reward -1.
+    After the last gate the episode terminates, and no key is allowed. The observation is the number
+    of the gate.
 
     Consider a policy that takes only allowed keys, and the one that fits with probability p. With
     m = length - gate gates to go, and with q = p gamma, it has the value
@@ -229,21 +215,16 @@ class Gates(gym.Env):
         "The key that fits the gate."
         return (gate + gate % 2) % self.n_keys
 
-    def _look(self):
+    def _obs_and_info(self):
         "The observation and the infos."
         if self.in_obs:
             return dict(gate=self.gate, action_mask=self.mask()), {}
         return self.gate, dict(action_mask=self.mask())
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.gate = 0
-        return self._look()
+        return self._obs_and_info()
 
     def step(self, action: Any) -> tuple:
         # The key that fits is always allowed.
@@ -253,7 +234,7 @@ class Gates(gym.Env):
 
         # A key that fits leads to the next gate.
         self.gate += fits
-        obs, info = self._look()
+        obs, info = self._obs_and_info()
         return obs, reward, not fits or self.gate == self.length, False, info
 
     def value(self, obs: Any, gamma: float = 1.0, p: float = 1.0) -> Any:
@@ -275,9 +256,9 @@ class Recall(gym.Env):
     """A cue, one of `n_cues`, is shown at the first step, and asked for `delay` steps later.
 
     The observation is one-hot: first "nothing is shown", then the cues, then the question. The
-    action after the question is the answer, which ends the episode. It earns 1 if it is the number
-    of the cue, or else -1. Actions before the question have no effect. So the best return is 1. The
-    best mean return without memory is 2 / n_cues - 1.
+    action after the question is the answer, which ends the episode. The answer earns 1 if it is the
+    number of the cue, or else -1. Actions before the question have no effect. So the best return is
+    1. The best mean return without memory is 2 / n_cues - 1.
 
     Args:
         delay: number of steps from the cue to the question
@@ -291,30 +272,25 @@ class Recall(gym.Env):
         self.observation_space = Box(0, 1, (n_cues + 2,))
         self.action_space = Discrete(n_cues)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.cue = int(self.np_random.integers(self.n_cues))
         self.count = 0
-        return self._look(1 + self.cue), {}
+        return self._one_hot(1 + self.cue), {}
 
     def step(self, action: Any) -> tuple:
         # The answer ends the episode.
         if self.count == self.delay:
             reward = 1.0 if action == self.cue else -1.0
-            return self._look(0), reward, True, False, {}
+            return self._one_hot(0), reward, True, False, {}
 
         # Before the question, nothing is shown.
         self.count += 1
         is_asked = self.count == self.delay
-        return self._look(self.n_cues + 1 if is_asked else 0), 0.0, False, False, {}
+        return self._one_hot(self.n_cues + 1 if is_asked else 0), 0.0, False, False, {}
 
-    def _look(self, i):
-        "Return the observation with a one at index `i`."
+    def _one_hot(self, i):
+        "The observation with a one at index `i`."
         return np.eye(self.n_cues + 2, dtype=np.float32)[i]
 
 
@@ -338,35 +314,29 @@ class Luck(gym.Env):
 
     action_space = Discrete(2)
     observation_space = Dict(
-        cue=Box(0, 1, (2,), np.float32),
-        luck=Box(-np.inf, np.inf, (1,), np.float32),
+        cue=Box(0, 1, (2,), np.float32), luck=Box(-np.inf, np.inf, (1,), np.float32)
     )
 
     def __init__(self, length: int = 16, scale: float = 10.0):
         self.length = check_integer("length", length, pipe=self)
         self.scale = scale
 
-    def _observation(self):
+    def _draw_observation(self):
         "Draw a new cue, and return the observation."
         self.cue = int(self.np_random.integers(2))
         return dict(cue=np.eye(2, dtype=np.float32)[self.cue], luck=self.luck)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.luck = self.np_random.normal(scale=self.scale, size=1).astype(np.float32)
         self.n_left = self.length
-        return self._observation(), {}
+        return self._draw_observation(), {}
 
     def step(self, action: Any) -> tuple:
         is_right = float(int(action) == self.cue)
         self.n_left -= 1
         reward = is_right + float(self.luck[0])
-        return self._observation(), reward, False, self.n_left == 0, {"is_right": is_right}
+        return self._draw_observation(), reward, False, self.n_left == 0, {"is_right": is_right}
 
     def value(self, obs: Any, gamma: float, p: float = 1.0) -> Any:
         """The value `[...]` of observations.
@@ -430,12 +400,7 @@ class BitFlip(gym.Env):
     ) -> np.ndarray:
         return self._is_reached(achieved_goal, desired_goal) & self.ends
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: dict | None = None,
-    ) -> tuple:
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
         self.here = self._draw()
         self.goal = self._draw()

@@ -92,11 +92,7 @@ def is_installed(module: str) -> bool:
 @functools.cache
 def version_of_package(name: str) -> str:
     "The version of an installed package, by the name that `import` knows."
-    version = getattr(
-        sys.modules.get(name),
-        "__version__",
-        None,
-    )
+    version = getattr(sys.modules.get(name), "__version__", None)
     if version is not None:
         return str(version)
     try:
@@ -112,7 +108,7 @@ def code_digest(code: Any) -> str:
     because the source may have changed after it was imported. Another version of Python compiles
     the same source to other code, and so gives another hash.
     """
-    consts = [code_digest(x) if inspect.iscode(x) else _ordered(x) for x in code.co_consts]
+    consts = [code_digest(x) if inspect.iscode(x) else _constant_text(x) for x in code.co_consts]
     return digest(
         code.co_code,
         code.co_names,
@@ -125,7 +121,7 @@ def code_digest(code: Any) -> str:
     )
 
 
-def _ordered(x):
+def _constant_text(x):
     "The text of a constant. The members of a frozenset are sorted, because it has no order."
     return sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
 
@@ -146,17 +142,8 @@ _NO_CODE = set(
 _FILLED_LATER = set(
     "low_repr high_repr _char_list _char_index _np_random _np_random_seed _cached_spec".split()
 )
-_RANDOM = (
-    np.random.Generator,
-    np.random.RandomState,
-    random.Random,
-    torch.Generator,
-)
-_METHOD = (
-    types.MethodType,
-    types.BuiltinMethodType,
-    types.MethodWrapperType,
-)
+_RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_METHOD = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def attributes(x: Any) -> dict:
@@ -201,9 +188,16 @@ def _is_filled_later(x, name, value):
 class Description:
     """Describes values by short texts: `leaves` is path -> text.
 
+    The parts of a value, such as the items of a list, have paths below its own:
+
+        >>> description = Description()
+        >>> description.add("settings/sizes", [64, 32])
+        >>> description.leaves
+        {'settings/sizes': 'list of 2', 'settings/sizes/0': '64', 'settings/sizes/1': '32'}
+
     Args:
-        networks: name -> network; these networks are described elsewhere, and a value that contains
-            one of them has only its name
+        networks: name -> network; the text of such a network is its name, because its parts are
+            described elsewhere
     """
 
     MOST = 20_000  # the largest number of leaves; any further ones are unknown
@@ -233,9 +227,12 @@ class Description:
         self._open.discard(id(x))
 
     def add_all(self, path: str, parts: dict) -> None:
-        "Describe parts, name -> value, below a path. A part `seed` goes to the seeds."
+        """Describe parts, name -> value, below a path.
+
+        A part with the name `seed` is described below `seeds` instead, see `_path_in_seeds`.
+        """
         for name, x in parts.items():
-            self.add(_of_seeds(path) if name == "seed" else f"{path}/{name}", x)
+            self.add(_path_in_seeds(path) if name == "seed" else f"{path}/{name}", x)
 
     def _text(self, path, x):
         """The text of a value that has no parts, or whose parts are not described here.
@@ -244,10 +241,7 @@ class Description:
         """
         # Values without parts
         if isinstance(x, PLAIN):
-            is_dtype = isinstance(
-                x,
-                (torch.dtype, np.dtype),
-            )
+            is_dtype = isinstance(x, (torch.dtype, np.dtype))
             return short(str(x) if is_dtype else repr(x))
         if isinstance(x, (np.ndarray, np.generic, torch.Tensor)) and not _holds_objects(x):
             return array_text(x)
@@ -256,7 +250,7 @@ class Description:
 
         # Values that are described elsewhere, by their versions, or not at all
         if isinstance(x, torch.nn.Module):
-            return f"network {self._network(path, x)}"
+            return f"network {self._name_of_network(path, x)}"
         if isinstance(x, types.ModuleType):
             return self._name(x.__name__, "")
         if isinstance(x, (type, types.FunctionType)) and x in self.texts:
@@ -276,47 +270,24 @@ class Description:
         elif isinstance(x, types.FunctionType):
             self._function(path, x)
         elif isinstance(x, functools.partial):
-            self._parts(
-                path,
-                "partial",
-                dict(func=x.func, args=x.args, keywords=x.keywords),
-            )
+            self._add_parts(path, "partial", dict(func=x.func, args=x.args, keywords=x.keywords))
         elif isinstance(x, property):
-            self._parts(
-                path,
-                "property",
-                dict(get=x.fget, set=x.fset),
-            )
+            self._add_parts(path, "property", dict(get=x.fget, set=x.fset))
         elif isinstance(x, functools.cached_property):
             self.add(path, x.func)
         elif hasattr(x, "__wrapped__"):
             self.add(path, x.__wrapped__)  # such as a static method, or a function with a cache
         elif isinstance(x, _METHOD) and not isinstance(x.__self__, types.ModuleType | None):
-            parts = dict(
-                of=x.__self__,
-                code=getattr(x, "__func__", None),
-            )
-            self._parts(
-                path,
-                f"method {x.__name__}",
-                parts,
-            )
+            parts = dict(of=x.__self__, code=getattr(x, "__func__", None))
+            self._add_parts(path, f"method {x.__name__}", parts)
 
         # Objects of which only some attributes count
         elif isinstance(x, _RANDOM):
-            self.leaves[_of_seeds(path)] = f"generator {digest(comparable(x, states=True))}"
+            self.leaves[_path_in_seeds(path)] = f"generator {digest(comparable(x, states=True))}"
         elif isinstance(x, torch.optim.Optimizer):
-            self._parts(
-                path,
-                kind,
-                x.defaults,
-            )
+            self._add_parts(path, kind, x.defaults)
         elif isinstance(x, weakref.ReferenceType):
-            self._parts(
-                path,
-                "weak reference",
-                dict(to=x()),
-            )
+            self._add_parts(path, "weak reference", dict(to=x()))
         elif isinstance(x, IterDataPipe):
             self.leaves[path] = kind
 
@@ -324,21 +295,13 @@ class Description:
         elif _holds_objects(x):
             cells = np.asarray(x)
             items = cells.ravel().tolist()  # records become tuples
-            self._parts(
-                path,
-                f"numpy objects {list(cells.shape)}",
-                dict(enumerate(items)),
-            )
+            self._add_parts(path, f"numpy objects {list(cells.shape)}", dict(enumerate(items)))
         elif isinstance(x, dict):
             keys = [_key(k) for k in x]
             are_known = not any(key.startswith(UNKNOWN) for key in keys)
             # If a key has no text, the items are described as pairs, by their numbers.
             parts = zip(keys, x.values()) if are_known else enumerate(x.items())
-            self._parts(
-                path,
-                f"{kind} of {len(x)}",
-                dict(parts),
-            )
+            self._add_parts(path, f"{kind} of {len(x)}", dict(parts))
         elif isinstance(x, (set, frozenset)):
             self.leaves[path] = self._set_text(x)
         elif isinstance(x, (list, tuple, deque)):
@@ -347,22 +310,15 @@ class Description:
             hashes = {self._hash(dict(item=y)) for y in x}
             if len(x) > 1 and len(hashes) == 1:
                 parts = {"all": x[0]}
-            self._parts(
-                path,
-                f"{kind} of {len(x)}",
-                parts,
-            )
+            self._add_parts(path, f"{kind} of {len(x)}", parts)
 
         # All other objects: those of installed packages by their names
         elif hasattr(x, "__qualname__") and is_installed(getattr(x, "__module__", None) or ""):
-            self.leaves[path] = self._name(
-                x.__module__,
-                x.__qualname__,
-            )
+            self.leaves[path] = self._name(x.__module__, x.__qualname__)
         else:
             self._object(path, x)
 
-    def _parts(self, path, text, parts):
+    def _add_parts(self, path, text, parts):
         """Set the text of a value, and describe its parts below it.
 
         More than 50 parts become one hash.
@@ -400,7 +356,7 @@ class Description:
             return UNKNOWN
         return f"{type(x).__name__} of {len(x)}, {digest(hashes)}"
 
-    def _network(self, path, x):
+    def _name_of_network(self, path, x):
         "The name of a network. A new one is added to `networks`, with its path as the name."
         for name, network in self.networks.items():
             if network is x:
@@ -408,7 +364,7 @@ class Description:
         self.networks[path] = x
         return path
 
-    def _note(self, module):
+    def _note_package(self, module):
         "Note the package of a module, if it has a version of its own."
         top = module.partition(".")[0]
         if is_installed(module) and top not in sys.stdlib_module_names and top != "rollpipe":
@@ -420,41 +376,32 @@ class Description:
         The package of installed code is noted, because the name means the same code only in the
         same version.
         """
-        self._note(module)
+        self._note_package(module)
         return f"{module}.{name}".strip(".") if is_installed(module) else name
 
     def _class(self, path, cls):
         "Describe a class: its name, and the attributes of each class of the user among its bases."
-        self.leaves[path] = self._name(
-            cls.__module__,
-            cls.__qualname__,
-        )
+        self.leaves[path] = self._name(cls.__module__, cls.__qualname__)
         for base in cls.__mro__:
             # The modules that the module of an environment imports count as well, because one of
             # them may be its physics engine.
-            self._note(base.__module__)
+            self._note_package(base.__module__)
             if issubclass(cls, gym.Env):
                 for x in vars(sys.modules.get(base.__module__, object)).values():
                     if inspect.ismodule(x):
-                        self._note(x.__name__)
+                        self._note_package(x.__name__)
             if is_installed(base.__module__):
                 continue
             prefix = "" if base is cls else f"{base.__qualname__}."
             for name, y in vars(base).items():
                 if name not in _NO_CODE:
-                    self.add(
-                        f"{path}/{prefix}{name}",
-                        y,
-                    )
+                    self.add(f"{path}/{prefix}{name}", y)
         self.texts[cls] = self.leaves[path]
 
     def _function(self, path, f):
         "Describe a function: its name; if it is the user's, also its code and the values it reads."
         module = f.__module__ or ""
-        self.leaves[path] = self._name(
-            module,
-            f.__qualname__,
-        )
+        self.leaves[path] = self._name(module, f.__qualname__)
         if is_installed(module):
             return
         text = f"{f.__qualname__} {code_digest(f.__code__)}"
@@ -485,23 +432,22 @@ class Description:
         # If the class tells pickle how to make the object again, or if there are no other parts,
         # the arguments of that call count.
         reduce = copyreg.dispatch_table.get(kind)
-        is_own = (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
-        if reduce or is_own or not parts:
+        has_own_reduce = (kind.__reduce__, kind.__reduce_ex__) != (
+            object.__reduce__,
+            object.__reduce_ex__,
+        )
+        if reduce or has_own_reduce or not parts:
             try:
                 reduced = reduce(x) if reduce else x.__reduce_ex__(2)
             except Exception:
                 reduced = None
             if reduced is not None:
                 items = reduced[1:] if isinstance(reduced, tuple) else [reduced]
-                parts = dict(enumerate(_lasting(items)))
+                parts = dict(enumerate(_without_caches(items)))
             elif not parts:
                 self.leaves[path] = f"{UNKNOWN}: a {kind.__qualname__}"
                 return
-        self._parts(
-            path,
-            kind.__qualname__,
-            {"class": kind, **parts},
-        )
+        self._add_parts(path, kind.__qualname__, {"class": kind, **parts})
 
 
 def _holds_objects(x):
@@ -514,7 +460,7 @@ def _has_getstate(kind):
     return getattr(kind, "__getstate__", None) not in (None, getattr(object, "__getstate__", None))
 
 
-def _lasting(x):
+def _without_caches(x):
     """The state that pickle would keep, without the caches of compiled classes.
 
     Such a class, as the times of pandas, has a dict `_cache` in its state.
@@ -523,11 +469,11 @@ def _lasting(x):
         return {key: y for key, y in x.items() if key != "_cache"}
     if type(x) is not tuple:
         return x
-    parts = map(_lasting, x)
+    parts = map(_without_caches, x)
     return tuple(y for y in parts if not isinstance(y, dict) or y)
 
 
-def _of_seeds(path):
+def _path_in_seeds(path):
     """The path at which a seed or random state is described.
 
     Its first part is replaced by `seeds`, because seeds are a part of their own of a fingerprint.
@@ -625,31 +571,15 @@ class Fingerprint:
         leaves: path -> text, such as 'graph/EnvStepper/n_envs' -> '8'
     """
 
-    PARTS = (
-        "graph",
-        "settings",
-        "networks",
-        "weights",
-        "seeds",
-        "versions",
-        "machine",
-    )
+    PARTS = ("graph", "settings", "networks", "weights", "seeds", "versions", "machine")
     # the parts that are the same when a run is resumed
-    FIXED = (
-        "graph",
-        "settings",
-        "networks",
-        "versions",
-        "machine",
-    )
+    FIXED = ("graph", "settings", "networks", "versions", "machine")
 
     def __init__(self, leaves: dict):
         texts = (*leaves, *leaves.values()) if isinstance(leaves, dict) else (leaves,)
         if not all(isinstance(x, str) for x in texts):
             raise DataError(
-                "not the leaves of a fingerprint",
-                expected="a dict of texts",
-                got=leaves,
+                "not the leaves of a fingerprint", expected="a dict of texts", got=leaves
             )
         self.leaves = dict(sorted(leaves.items()))
 
@@ -679,8 +609,8 @@ class Fingerprint:
                 pairs[path] = text_a, text_b
 
         # Leave out those leaves of only one fingerprint that are below another such leaf.
-        lonely = {path for path, pair in pairs.items() if "missing" in pair}
-        below = {path for path in lonely if _above(path) & lonely}
+        one_sided = {path for path, pair in pairs.items() if "missing" in pair}
+        below = {path for path in one_sided if _above(path) & one_sided}
         return Differences({path: pair for path, pair in pairs.items() if path not in below})
 
     def __eq__(self, other: Any) -> bool:
@@ -695,8 +625,8 @@ class Fingerprint:
             if leaves:
                 is_unknown = any(text.startswith(UNKNOWN) for text in leaves.values())
                 note = " (unknown)" if is_unknown else ""
-                begins = digest(leaves.items())[:4]
-                texts.append(f"{name} {begins}{note}")
+                beginning = digest(leaves.items())[:4]
+                texts.append(f"{name} {beginning}{note}")
         return f"{digest(self.leaves.items())}: {', '.join(texts)}"
 
 
@@ -724,18 +654,9 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     description = Description(networks)
     pipes = numbered(nodes(pipe))
     for name, node in pipes.items():
-        _add_pipe(
-            description,
-            name,
-            node,
-            pipes,
-        )
+        _add_pipe(description, name, node, pipes)
     if agent is not None:
-        _add_agent(
-            description,
-            agent,
-            networks,
-        )
+        _add_agent(description, agent, networks)
     description.add_all("settings", settings)
     _add_networks(description)
 
@@ -743,10 +664,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     # are unknown.
     seeds = {name: repr(x.seed) for name, x in pipes.items() if isinstance(x, Seeded)}
     if set(seeds.values()) == {"None"}:
-        seeds = dict.fromkeys(
-            seeds,
-            f"{UNKNOWN}: fresh entropy in each iteration",
-        )
+        seeds = dict.fromkeys(seeds, f"{UNKNOWN}: fresh entropy in each iteration")
     for name, text in seeds.items():
         description.leaves[f"seeds/{name}"] = text
 
@@ -767,18 +685,12 @@ def _add_pipe(description, name, node, pipes):
     """
     ids = {id(x) for x in inputs(node)}
     names = [key for key, x in pipes.items() if id(x) in ids]
-    description.add(
-        f"graph/{name}/class",
-        type(node),
-    )
+    description.add(f"graph/{name}/class", type(node))
     description.leaves[f"graph/{name}"] = type(node).__name__
     description.leaves[f"graph/{name}/inputs"] = ", ".join(names)
     for key, x in attributes(node).items():
         if key != "seed" and id(x) not in ids:
-            description.add(
-                f"graph/{name}/{key}",
-                x,
-            )
+            description.add(f"graph/{name}/{key}", x)
 
 
 def _add_agent(description, agent, networks):
@@ -793,37 +705,31 @@ def _add_agent(description, agent, networks):
         options[name] = str(x) if isinstance(x, Schedule) else x
     for name, x in options.items():
         if name not in networks:
-            description.add(
-                "seeds/learner" if name == "seed" else f"settings/{name}",
-                x,
-            )
+            description.add("seeds/learner" if name == "seed" else f"settings/{name}", x)
 
 
 def _add_networks(description):
-    "Describe all networks of a description, and the networks in their attributes after them."
-    # While a network is described, others may be added to `description.networks`.
+    """Describe all networks of a description.
+
+    A network may have another one in an attribute. That one is added to `description.networks`
+    meanwhile, and is described, too.
+    """
     described = set()
     while len(described) < len(description.networks):
-        name = next(name for name in description.networks if name not in described)
-        described.add(name)
-        network = description.networks[name]
+        key = next(key for key in description.networks if key not in described)
+        described.add(key)
+        network = description.networks[key]
 
         # The classes and public attributes of its modules
-        name = name.removeprefix("graph/").replace("/", ".")
+        name = key.removeprefix("graph/").replace("/", ".")
         for place, module in network.named_modules():
             names = [part for part in ("networks", name, place) if part]
             path = "/".join(names)
-            description.add(
-                f"{path}/class",
-                type(module),
-            )
+            description.add(f"{path}/class", type(module))
             description.leaves[path] = type(module).__name__
             for key, x in vars(module).items():
                 if not key.startswith("_") and key != "training":
-                    description.add(
-                        f"{path}/{key}",
-                        x,
-                    )
+                    description.add(f"{path}/{key}", x)
 
         # Its weights
         for key, x in (*network.named_parameters(), *network.named_buffers()):
@@ -836,11 +742,7 @@ def _add_versions(description, pipe):
     ids = set()
     for node in nodes(pipe):
         for factory in getattr(node, "factories", None) or ():
-            source = getattr(
-                factory,
-                "source",
-                getattr(factory, "name", None),
-            )
+            source = getattr(factory, "source", getattr(factory, "name", None))
             if isinstance(source, str):
                 ids.add(source.rpartition(":")[2])
     for spec_id in sorted(ids):
@@ -853,10 +755,7 @@ def _add_versions(description, pipe):
             values.pop(key, None)  # the id has them
         description.add(path, values)
         if isinstance(spec.entry_point, str):
-            description.add(
-                f"{path}/code",
-                load_env_creator(spec.entry_point),
-            )
+            description.add(f"{path}/code", load_env_creator(spec.entry_point))
 
     # The packages of every training, and those whose code was described
     packages = versions()

@@ -23,10 +23,7 @@ HISTORY = "history.jsonl"
 
 # Fields of an event that begins a run: how the environments of each pipe are kept, and why the run
 # is not exact, or None
-_BEGINNING: dict = dict(
-    kept=dict,
-    inexact=(str, type(None)),
-)
+_BEGINNING: dict = dict(kept=dict, inexact=(str, type(None)))
 
 # Name of an event -> its fields, and their types. An edit that inserts a pipe has the fields of
 # `_INSERTS` instead.
@@ -42,15 +39,9 @@ EVENTS: dict[str, dict[str, Any]] = dict(
     stopped=dict(why=str),
     inexact=dict(why=str),
 )
-_INSERTS: dict = dict(
-    insert=str,
-    kwargs=dict,
-)
-_CHANGES = (
-    "resumed",
-    "extended",
-    "edited",
-)  # events with which options change
+_INSERTS: dict = dict(insert=str, kwargs=dict)
+# Names of the events that change options
+_CHANGES = ("resumed", "extended", "edited")
 
 
 def _is_event(event):
@@ -110,11 +101,7 @@ class History(list):
             events.append(_event_in(line, f"{path}, line {n}"))
         return events
 
-    def write(
-        self,
-        folder: str | Path,
-        due: list | tuple = (),
-    ) -> None:
+    def write(self, folder: str | Path, due: list | tuple = ()) -> None:
         """Write these events to the history file, and replace its former content.
 
         Args:
@@ -124,10 +111,7 @@ class History(list):
         """
         due_events = [{**edit, "event": "due"} for edit in due]
         lines = [json.dumps(event) + "\n" for event in [*self, *due_events]]
-        write_atomically(
-            Path(folder) / HISTORY,
-            "".join(lines).encode(),
-        )
+        write_atomically(Path(folder) / HISTORY, "".join(lines).encode())
 
     def add(self, event: str, at: float, **fields: Any) -> None:
         """Append an event that happened after the update `at`.
@@ -165,7 +149,7 @@ class History(list):
     def stopped(self) -> str | None:
         """Why the run stopped before it had made all of its steps.
 
-        None if it did not stop early, or if it was extended afterwards.
+        None if the run did not stop early, or if it was extended afterwards.
         """
         ends = self.named("stopped", "extended")
         return ends[-1].get("why") if ends else None  # `extended` has no `why`
@@ -191,10 +175,7 @@ def _event_in(line, where):
         event = json.loads(line)
         json.dumps(event, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError):
-        raise DataError(
-            f"{where}: damaged",
-            got=line[:80],
-        ) from None
+        raise DataError(f"{where}: damaged", got=line[:80]) from None
     return check_event(event, where)
 
 # %% ../../nbs/traces/00_history.ipynb #1f3109a4
@@ -206,14 +187,12 @@ def with_options(config: dict, values: dict) -> dict:
         values: name -> new value; a name is that of an option of the algorithm, or of a key of
             `config`
     """
-    config = {
-        **config,
-        "options": {**config.get("options", {})},
-    }
+    config = {**config, "options": {**config.get("options", {})}}
     for name, x in values.items():
-        is_option = name in config["options"]
-        changed = config["options"] if is_option else config
-        changed[name] = x
+        if name in config["options"]:
+            config["options"][name] = x
+        else:
+            config[name] = x
     return config
 
 
@@ -225,15 +204,8 @@ def with_event(config: dict, event: dict) -> dict:
     # Python must import the module of the function that inserts the pipe.
     module = event["insert"].partition(":")[0]
     imports = list(dict.fromkeys([*(config.get("imports") or []), module]))
-    insert = dict(
-        insert=event["insert"],
-        kwargs=event["kwargs"],
-    )
-    return {
-        **config,
-        "imports": imports,
-        "inserts": [*config.get("inserts", []), insert],
-    }
+    insert = dict(insert=event["insert"], kwargs=event["kwargs"])
+    return {**config, "imports": imports, "inserts": [*config.get("inserts", []), insert]}
 
 
 def read_request(folder: str | Path) -> dict:
@@ -245,18 +217,11 @@ def read_request(folder: str | Path) -> dict:
     try:
         request = json.loads(read_file(path))
     except FileNotFoundError:
-        raise DataError(
-            f"{folder}: not the folder of a run",
-            expected=f"{REQUEST} in it",
-        ) from None
+        raise DataError(f"{folder}: not the folder of a run", expected=f"{REQUEST} in it") from None
     except (ValueError, RecursionError) as e:
         raise DataError(f"{path}: damaged ({e})") from None
     if not isinstance(request, dict) or not isinstance(request.get("options"), dict):
-        raise DataError(
-            f"{path}: damaged",
-            expected="names with values",
-            got=repr(request)[:80],
-        )
+        raise DataError(f"{path}: damaged", expected="names with values", got=repr(request)[:80])
     return request
 
 

@@ -24,11 +24,7 @@ from ..pipes.keeping.files import names_file, read_file, write_atomically
 __all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'Journal']
 
 # %% ../../nbs/traces/02_journal.ipynb #55e91c61
-_ARRAYS = (
-    torch.Tensor,
-    np.ndarray,
-    np.generic,
-)
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
 
 def running(crc: int | None, x: Any) -> int:
@@ -70,10 +66,7 @@ def _sums(trees) -> Any:
         data = as_array(x)
         has_integer = data.itemsize in (1, 2, 4, 8)
         bits = data.view(f"i{data.itemsize}" if has_integer else np.uint8)
-        rows = bits.reshape(
-            *x.shape[:2],
-            -1,
-        )
+        rows = bits.reshape(*x.shape[:2], -1)
         total = total + k * rows.sum(-1, dtype=np.int64)
     return total
 
@@ -112,14 +105,8 @@ def _differing_sums(a, b, n_bytes):
     """
     if len(a) != len(b):
         return []
-    sums_a = np.frombuffer(
-        bytes.fromhex(a),
-        f">u{n_bytes}",
-    )
-    sums_b = np.frombuffer(
-        bytes.fromhex(b),
-        f">u{n_bytes}",
-    )
+    sums_a = np.frombuffer(bytes.fromhex(a), f">u{n_bytes}")
+    sums_b = np.frombuffer(bytes.fromhex(b), f">u{n_bytes}")
     return np.flatnonzero(sums_a != sums_b).tolist()
 
 
@@ -132,11 +119,7 @@ def first_place(a: dict, b: dict) -> tuple | None:
         a: checksums of one batch, from `places`
         b: checksums of the other batch
     """
-    columns = _differing_sums(
-        a["columns"],
-        b["columns"],
-        4,
-    )
+    columns = _differing_sums(a["columns"], b["columns"], 4)
 
     # The first row that differs. Within a row, the environment comes before the actor, because
     # False is less than True.
@@ -197,8 +180,22 @@ def differing_networks(a: Entry, b: Entry) -> list:
     return names
 
 
-def _line(entry, before):
-    """The line of an entry, and the checksum that ends it.
+class _Line(NamedTuple):
+    """A line of the file.
+
+    Args:
+        entry: what the line records
+        text: the line without its newline
+        checksum: a checksum of this line and of those before it; the line ends with it
+    """
+
+    entry: Entry
+    text: str
+    checksum: int
+
+
+def _line_of(entry, before):
+    """The `_Line` of an entry.
 
     Args:
         entry: what the line records
@@ -209,34 +206,32 @@ def _line(entry, before):
         if values[name] is None:
             del values[name]
     text = json.dumps(values)[:-1]
-    total = crc32(text.encode(), before)
-    return f'{text}, "sum": "{total:08x}"}}\n', total
+    checksum = crc32(text.encode(), before)
+    return _Line(entry, f'{text}, "sum": "{checksum:08x}"}}', checksum)
 
 
-def _checked_line(line, before):
-    """`(entry, line, checksum)` of a line.
-
-    None if the line is damaged, or if the line before it is missing.
+def _checked_line(text, before):
+    """The `_Line` of a text; None if it is damaged, or if the line before it is missing.
 
     Args:
-        line: without its newline
+        text: a line without its newline
         before: checksum of the line before; 0 for the first line
     """
     try:
-        values = json.loads(line)
+        values = json.loads(text)
         values.pop("sum")
         entry = Entry(**values)
-        expected, total = _line(entry, before)
+        line = _line_of(entry, before)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
     counts = entry.updates, entry.steps, entry.resumes, entry.since
     are_counts = all(type(x) is int for x in counts)
-    is_whole = are_counts and expected == line + "\n"
-    return (entry, line, total) if is_whole else None
+    is_whole = are_counts and line.text == text
+    return line if is_whole else None
 
 
 def _checked_lines(path):
-    """A list of `(entry, line, checksum)` for all lines of a journal; empty if there is no file.
+    """The list of all `_Line`s of a journal; empty if there is no file.
 
     Raises `DataError` for a damaged line.
     """
@@ -245,17 +240,17 @@ def _checked_lines(path):
     content = read_file(path).decode(errors="replace")
     before = 0
     lines = []
-    for n, line in enumerate(content.split("\n")[:-1], 1):
-        checked = _checked_line(line, before)
-        if checked is None:
+    for n, text in enumerate(content.split("\n")[:-1], 1):
+        line = _checked_line(text, before)
+        if line is None:
             # The training may have replaced its newest lines while they were read: read again.
             if read_file(path).decode(errors="replace") != content:
                 return _checked_lines(path)
             raise DataError(
-                f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]
+                f"{path}, line {n}: damaged, or a line before it is missing", got=text[:80]
             )
-        lines.append(checked)
-        _, _, before = checked
+        lines.append(line)
+        before = line.checksum
     return lines
 
 
@@ -270,7 +265,7 @@ def read_journal(path: str | Path) -> list[Entry]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no journal here", expected="the folder of a run")
-    return [entry for entry, _, _ in _checked_lines(path)]
+    return [line.entry for line in _checked_lines(path)]
 
 
 def cut(path: str | Path, updates: int) -> None:
@@ -283,15 +278,15 @@ def cut(path: str | Path, updates: int) -> None:
         updates: number of the last update whose lines stay, such as that of a checkpoint
     """
     path = Path(path)
-    lines = [f"{line}\n" for entry, line, _ in _checked_lines(path) if entry.updates <= updates]
-    write_atomically(
-        path,
-        "".join(lines).encode(),
-    )
+    lines = [f"{line.text}\n" for line in _checked_lines(path) if line.entry.updates <= updates]
+    write_atomically(path, "".join(lines).encode())
 
 # %% ../../nbs/traces/02_journal.ipynb #b855ae4c
 class Journal:
     """Writes the journal of a run that is being trained.
+
+    For each update, call `saw` with the batch, make the update, and call `learned`. Call `mark`
+    before a checkpoint is saved, and `edited` after an edit.
 
     Its lines are of three kinds. A *regular* line is written for a large batch, and otherwise every
     `SPACING` steps. It has checksums of the weights, and stays in the file. A *passing* line is
@@ -308,11 +303,11 @@ class Journal:
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
         edits: all edits so far, see `edited`
-        differs: called as `differs(before, now, after)` when the run makes an update again, and its
-            new entry `now` has other numbers than its earlier entry `before`; `after` is the last
-            update after which the weights are known to be equal; it is called for the first such
-            update alone, and if it raises an error, the file stays as it is
-        opens: called as `opens()` before the first line is written
+        on_difference: called as `on_difference(earlier, now, after)` when the run makes an update
+            again, and the new entry `now` of this update has other numbers than its earlier entry;
+            `after` is the last update after which the weights are known to be equal. It is called
+            for the first such update alone. If it raises an error, the file stays as it is
+        on_open: called as `on_open()` before the first line is written
     """
 
     # A batch of at least `LARGE` steps has a regular line. Smaller ones have one every `SPACING`
@@ -326,22 +321,22 @@ class Journal:
         counters: dict,
         networks: dict,
         edits: Sequence = (),
-        differs: Callable | None = None,
-        opens: Callable | None = None,
+        on_difference: Callable | None = None,
+        on_open: Callable | None = None,
     ):
         self.networks = networks
         self.path = None if path is None else Path(path)
         self.file = None
-        self.differs: Any = differs
-        self.opens = opens
+        self.on_difference: Any = on_difference
+        self.on_open = on_open
         self.counters = {name: counters[name] for name in ("updates", "steps", "resumes")}
         n = counters["updates"]
 
-        # The last line of the updates so far, and its checksum, which the next line that stays
-        # continues
+        # The last line of the updates so far. The next line that stays continues its checksum.
         lines = _checked_lines(self.path) if self.path else []
-        earlier = [line for line in lines if line[0].updates <= n]
-        last, _, self.sum = earlier[-1] if earlier else (None, "", 0)
+        so_far = [line for line in lines if line.entry.updates <= n]
+        last = so_far[-1].entry if so_far else None
+        self.checksum = so_far[-1].checksum if so_far else 0
 
         # If it is a line of this very update, the running checksums continue from it. Otherwise
         # they begin here.
@@ -352,29 +347,30 @@ class Journal:
             self.since = last.since
             self.batch = last.batch
             self.weights = last.weights
-        # checksum of the last line, which may be a passing one
-        self.sum_with_passing = self.sum
+        # the same for the last line of any kind, which the next passing line continues
+        self.checksum_with_passing = self.checksum
         # the update of the last line that stays; at the start, that of the checkpoint
-        self.written = n
+        self.last_staying = n
         # the update of the last line that was in the file at the start
-        self.ends = lines[-1][0].updates if lines else 0
+        self.last_in_file = lines[-1].entry.updates if lines else 0
 
         # The earlier lines of updates that will be made again: update -> entry. Only lines whose
         # checksums begin after the same update can be compared.
-        self.again = {}
-        if differs:
-            for entry, *_ in lines:
+        self.earlier_entries = {}
+        if on_difference:
+            for line in lines:
+                entry = line.entry
                 if entry.updates > n and self._continues(entry):
-                    self.again[entry.updates] = entry
-        self.last_again = max(self.again, default=0)
+                    self.earlier_entries[entry.updates] = entry
+        self.last_earlier = max(self.earlier_entries, default=0)
         # the last update after which the weights are known to be equal
-        self.equal = n
+        self.last_equal = n
 
         # root -> structure of a batch, and the paths of its leaves
-        self.known: dict = {}
+        self.structures: dict = {}
         # checksums of the leaves, and further fields of the line, after the present update
-        self.next = {}
-        self.more = {}
+        self.batch_after = {}
+        self.more_fields = {}
         self.is_regular = False
         self.edits = None if last is None else last.edits
         self.edited(edits)
@@ -392,13 +388,10 @@ class Journal:
         assert self.path is not None
         if self.file is not None:
             return
-        if self.opens is not None:
-            self.opens()
-        cut(self.path, self.written)
-        self.file = self.path.open(
-            "a",
-            encoding="utf-8",
-        )
+        if self.on_open is not None:
+            self.on_open()
+        cut(self.path, self.last_staying)
+        self.file = self.path.open("a", encoding="utf-8")
         self.size = self.path.stat().st_size  # bytes of the lines that stay
 
     def saw(self, batch: Any, steps: int) -> None:
@@ -412,39 +405,34 @@ class Journal:
         """
         if self.path is None:
             return
-        before = self.counters["steps"]
-        is_large = steps - before >= self.LARGE
-        self.is_regular = is_large or steps // self.SPACING > before // self.SPACING
+        steps_before = self.counters["steps"]
+        is_large = steps - steps_before >= self.LARGE
+        self.is_regular = is_large or steps // self.SPACING > steps_before // self.SPACING
 
         # The leaves of the batch, and their paths. Between regular lines, only the states of a
         # fragment count, because the rest follows from them.
-        fresh = getattr(
-            batch,
-            "fresh",
-            batch,
-        )
+        fresh = getattr(batch, "fresh", batch)
         is_fragment = isinstance(fresh, Fragment)
         only_states = is_fragment and not self.is_regular
         root = ".state" if only_states else ""
         tree = fresh.state if only_states else fresh
         leaves, structure = nested.flatten(tree)
-        known_structure, paths = self.known.get(root, (None, None))
+        known_structure, paths = self.structures.get(root, (None, None))
         if structure != known_structure:
             paths = nested.paths(tree, root)
-            self.known[root] = structure, paths
+            self.structures[root] = structure, paths
 
-        self.next = {path: running(self.batch.get(path), x) for path, x in zip(paths, leaves)}
+        self.batch_after = {
+            path: running(self.batch.get(path), x) for path, x in zip(paths, leaves)
+        }
 
         # A regular line also has the checksums of rows and columns, and the versions of the weights
         # that collected the batch.
-        self.more = {}
+        self.more_fields = {}
         if self.is_regular and is_fragment:
             version = fresh.version
             span = None if version is None else [int(version.min()), int(version.max())]
-            self.more = dict(
-                place=places(fresh),
-                versions=span,
-            )
+            self.more_fields = dict(place=places(fresh), versions=span)
 
     def learned(self, counters: dict) -> None:
         """Count the update that has learned from the batch of `saw`, and write its line.
@@ -454,13 +442,13 @@ class Journal:
         """
         if self.path is None:
             return
-        self.batch.update(self.next)
+        self.batch.update(self.batch_after)
         self.counters = {name: counters[name] for name in self.counters}
         if self.is_regular:
-            self.weights = self._after(self.weights)
-        self._write(self.is_regular, **self.more)
+            self.weights = self._weights_after(self.weights)
+        self._write(self.is_regular, **self.more_fields)
 
-    def _after(self, weights):
+    def _weights_after(self, weights):
         """Continue the checksum of each network with its present weights.
 
         Args:
@@ -469,10 +457,7 @@ class Journal:
         sums = dict(weights)
         for name, network in self.networks.items():
             for x in (*network.parameters(), *network.buffers()):
-                sums[name] = running(
-                    sums.get(name),
-                    x.detach(),
-                )
+                sums[name] = running(sums.get(name), x.detach())
         return sums
 
     def mark(self) -> None:
@@ -480,8 +465,8 @@ class Journal:
 
         It is called before a checkpoint is saved, so that the journal can continue from there.
         """
-        if self.path is not None and self.written != self.counters["updates"]:
-            self._write(now=self._after({}))
+        if self.path is not None and self.last_staying != self.counters["updates"]:
+            self._write(now=self._weights_after({}))
 
     def edited(self, edits: Sequence) -> None:
         """Write an extra line for the edits after the last update, unless they are in a line.
@@ -493,10 +478,7 @@ class Journal:
         newest = [edit for edit in edits if edit["at"] == self.counters["updates"]]
         if self.path is None or not newest or newest == self.edits:
             return
-        self._write(
-            now=self._after({}),
-            edits=newest,
-        )
+        self._write(now=self._weights_after({}), edits=newest)
         self.edits = newest
 
     def _write(self, stays=True, **more):
@@ -509,53 +491,42 @@ class Journal:
         entry = Entry(
             **self.counters, since=self.since, batch=self.batch, weights=self.weights, **more
         )
-        before = self.again.get(entry.updates)
-        if before is not None:
-            self._compare(
-                before,
-                entry,
-                stays,
-            )
+        earlier = self.earlier_entries.get(entry.updates)
+        if earlier is not None:
+            self._compare(earlier, entry, stays)
 
         # The first line that is written removes all earlier lines of later updates. So no passing
         # line is written while some of these still have to be compared.
-        if not stays and entry.updates < self.last_again:
+        if not stays and entry.updates < self.last_earlier:
             return
         if self.file is None:
             self.open()
 
         with names_file(self.file.name):
             # Remove the passing lines at the end of the file, if this one stays.
-            if stays and self.sum_with_passing != self.sum:
+            if stays and self.checksum_with_passing != self.checksum:
                 self.file.truncate(self.size)
-            line, total = _line(
-                entry,
-                self.sum if stays else self.sum_with_passing,
-            )
-            self.file.write(line)
+            line = _line_of(entry, self.checksum if stays else self.checksum_with_passing)
+            self.file.write(f"{line.text}\n")
             self.file.flush()
-        self.sum_with_passing = total
+        self.checksum_with_passing = line.checksum
         if stays:
-            self.sum = total
-            self.size += len(line)
-            self.written = entry.updates
+            self.checksum = line.checksum
+            self.size += len(line.text) + 1
+            self.last_staying = entry.updates
 
-    def _compare(self, before, entry, stays):
-        """Compare an entry with the earlier entry `before` of the same update.
+    def _compare(self, earlier, entry, stays):
+        """Compare an entry with the earlier entry of the same update.
 
         If their numbers differ, call `differs`, and compare no later updates.
         """
-        if before.batch != entry.batch or differing_networks(before, entry):
-            self.differs(
-                before,
-                entry,
-                self.equal,
-            )
-            self.again.clear()  # running checksums differ in all later lines, too
-            self.last_again = 0
-        elif stays and (before.now is None) == (entry.now is None):
+        if earlier.batch != entry.batch or differing_networks(earlier, entry):
+            self.on_difference(earlier, entry, self.last_equal)
+            self.earlier_entries.clear()  # running checksums differ in all later lines, too
+            self.last_earlier = 0
+        elif stays and (earlier.now is None) == (entry.now is None):
             # Both lines have checksums of the weights after this update, and they are equal.
-            self.equal = entry.updates
+            self.last_equal = entry.updates
 
     def __enter__(self):
         return self

@@ -46,11 +46,7 @@ class Wish(NamedTuple):
 
 
 # the values of `Observer.when`, in the order in which their observers are called
-STAGES = (
-    "update",
-    "record",
-    "saved",
-)
+STAGES = ("update", "record", "saved")
 
 
 class Observer:
@@ -142,22 +138,19 @@ def observer_of(x: Any) -> Observer:
         if x.when in STAGES:
             return x
         stages = ", ".join(STAGES)
-        raise DataError(
-            f"{type(x).__name__}.when",
-            expected=f"one of {stages}",
-            got=repr(x.when),
-        )
+        raise DataError(f"{type(x).__name__}.when", expected=f"one of {stages}", got=repr(x.when))
     if callable(x) and not isinstance(x, type):
         return _Function(x)
     raise DataError(
-        "this is no callback",
-        expected="an Observer, or a function (run, record)",
-        got=repr(x)[:80],
+        "this is no callback", expected="an Observer, or a function (run, record)", got=repr(x)[:80]
     )
 
 # %% ../../nbs/traces/04_observers.ipynb #4ccee741
 class Observers:
     """The observers of a training.
+
+    A training is within the context `begun`. It calls `look` at each of the `STAGES` of an update,
+    starts a record with `take_news`, and calls `end` at its end.
 
     Args:
         observers: each is an `Observer`, or a function `(run, record)`
@@ -183,13 +176,7 @@ class Observers:
             for observer in self.at(*stages):
                 # It is closed even if its `begin` fails.
                 closing.push(partial(_close, observer))
-                self.news.update(
-                    self._metrics_of(
-                        observer,
-                        observer.begin(run),
-                        {},
-                    )
-                )
+                self.news.update(self._metrics_of(observer, observer.begin(run), {}))
             yield
 
     def around(self, update: Callable) -> Callable:
@@ -207,20 +194,14 @@ class Observers:
             stage: one of `STAGES`; at the stage "update", their metrics are added to the record
             record: the metrics of an update; this dict is changed at the stage "update"
         """
-        # Metrics of later stages are kept for the next record.
+        # At the stage "update" the record is open for metrics. Later ones wait for the next record.
         is_open = stage == "update"
         if is_open:
             self.stop = None
         part = record if is_open else self.news
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
-            part.update(
-                self._metrics_of(
-                    observer,
-                    answer,
-                    record if is_open else {},
-                )
-            )
+            part.update(self._metrics_of(observer, answer, record if is_open else {}))
 
     def take_news(self) -> dict:
         "Return the metrics that wait for the next record, and forget them."
@@ -260,12 +241,7 @@ class Observers:
         """
         wish = answer if isinstance(answer, Wish) else Wish(answer)
         source = observer.source or f"the observer {type(observer).__name__}"
-        added(
-            record,
-            wish.metrics,
-            source,
-            observer.taken,
-        )
+        added(record, wish.metrics, source, observer.taken)
         self.save = self.save or wish.save
         if wish.stop and self.stop is None:
             self.stop = str(wish.stop)
@@ -327,13 +303,7 @@ class FlightRecorder(Observer):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        config: dict,
-        history: list,
-        counters: dict,
-        agent: Any,
-        command: str,
+        self, folder: Path, config: dict, history: list, counters: dict, agent: Any, command: str
     ):
         self.path = Path(folder, *CRASH)
         self.config = config
@@ -341,11 +311,11 @@ class FlightRecorder(Observer):
         self.counters = counters
         self.agent = agent
         self.command = command
-        # the batches since the snapshot, and the largest number of them
+        # the batches since the last snapshot, and the largest number of them
         self.held: list = []
-        self.most = MOST
-        # the time at which the next snapshot is due
-        self.due = 0.0
+        self.most_held = MOST
+        # the time at which the next snapshot is due [s]
+        self.next_snapshot = 0.0
 
     def around(self, update: Callable) -> Callable:
         """A function that holds the batch, and then calls `update`.
@@ -380,25 +350,22 @@ class FlightRecorder(Observer):
         # only for the batches 1, 2, 4, 8, ...
         is_power_of_two = n & (n - 1) == 0
         if is_power_of_two:
-            self.most = min(
-                MOST,
-                BYTES // max(1, _bytes_in(self.held[-1])),
-            )
+            self.most_held = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
 
         # One rank alone cannot make an update of several ranks again. So with ranks, there is a
         # snapshot before each update.
         has_ranks = self.config.get("ranks", 1) > 1
-        return n >= self.most or perf_counter() >= self.due or has_ranks
+        return n >= self.most_held or perf_counter() >= self.next_snapshot or has_ranks
 
     def _take_snapshot(self):
-        "Take a snapshot, and forget the batches before it."
+        "Copy the learner, the random states and the counters, and forget the batches before."
         start = perf_counter()
         self.held.clear()
-        self.snapshot = Snapshot(self.agent)
-        self.random = GlobalRandomStates().get_state()
-        self.before = dict(self.counters)
+        self.learner_then = Snapshot(self.agent)
+        self.random_then = GlobalRandomStates().get_state()
+        self.counters_then = dict(self.counters)
         now = perf_counter()
-        self.due = now + (now - start) / SHARE
+        self.next_snapshot = now + (now - start) / SHARE
 
     def _write(self, error):
         "Write the file. Returns the text of the note for the error."
@@ -408,23 +375,20 @@ class FlightRecorder(Observer):
                 steps=self.counters["steps"],
                 error=describe_exception(error),
                 state=checksum(self.agent.state_dict()),
-                random=capture(self.random),
+                random=capture(self.random_then),
                 batches=self.held,
             )
             content = dict(
                 config=self.config,
                 history=[*self.history],
-                counters=self.before,
-                agent=self.snapshot.state,
+                counters=self.counters_then,
+                agent=self.learner_then.state,
                 crash=crash,
             )
 
             # The file has the format of a checkpoint, so that the learner can be read from it.
             self.path.parent.mkdir(exist_ok=True)
-            write_atomically(
-                self.path,
-                to_safetensors("checkpoint", FORMAT_VERSION, content),
-            )
+            write_atomically(self.path, to_safetensors("checkpoint", FORMAT_VERSION, content))
             return f"The update can be made again with: {self.command}"
         except Exception as e:
             return f"What the update learned from could not be written ({describe_exception(e)})"
@@ -453,10 +417,7 @@ def read_crash(folder: str | Path) -> dict:
     path = Path(folder, *CRASH)
     crash = from_safetensors(path, "checkpoint", FORMAT_VERSION).get("crash") or {}
     try:
-        return {
-            **crash,
-            "batches": [*map(remade, crash["batches"])],
-        }
+        return {**crash, "batches": [*map(remade, crash["batches"])]}
     except Exception as e:
         raise CheckpointError(
             f"{path}: damaged, or not of an update that failed ({describe_exception(e)})"

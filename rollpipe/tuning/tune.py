@@ -203,7 +203,7 @@ EPISODES = 10  # number of episodes of an evaluation
 
 # Evaluations of a trial have the seed of the training plus this number. Runs are never evaluated
 # with so large a seed.
-_SEED = 1_000_000
+_EVALUATION_SEED = 1_000_000
 
 
 def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
@@ -219,30 +219,28 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     agent, pipe = build(config)
     options = dict(
         n_episodes=EPISODES,
-        seed=_SEED + config["seed"],
+        seed=_EVALUATION_SEED + config["seed"],
         device=device_named(config["device"]),
         **playing(config),
     )
     n_evaluations = 0
     steps = 0
-    with (
-        evaluated_beside(config["env"], config["env_kwargs"]) as evaluated,
-        closing(iter(pipe)) as batches,
-    ):
-        for batch in batches:
-            agent.update(batch)
-            # In a batch from a replay memory, the fresh steps count.
-            steps += count_steps(getattr(batch, "fresh", batch))
+    with evaluated_beside(config["env"], config["env_kwargs"]) as evaluate:
+        with closing(iter(pipe)) as batches:
+            for batch in batches:
+                agent.update(batch)
+                # In a batch from a replay memory, the fresh steps count.
+                steps += count_steps(getattr(batch, "fresh", batch))
 
-            # A large batch may reach the steps of several evaluations.
-            while n_evaluations < n and steps >= (n_evaluations + 1) * config["steps"] / n:
-                mean_return = evaluated(policy_of(agent), options).evaluation.mean
-                if not math.isfinite(mean_return):
-                    raise DataError("the mean return is not finite", got=str(mean_return))
-                n_evaluations += 1
-                yield mean_return
-            if n_evaluations == n:
-                return
+                # A large batch may reach the steps of several evaluations.
+                while n_evaluations < n and steps >= (n_evaluations + 1) * config["steps"] / n:
+                    mean_return = evaluate(policy_of(agent), options).evaluation.mean
+                    if not math.isfinite(mean_return):
+                        raise DataError("the mean return is not finite", got=str(mean_return))
+                    n_evaluations += 1
+                    yield mean_return
+                if n_evaluations == n:
+                    return
     raise DataError(
         "the pipeline ended before the training did",
         expected=f"{config['steps']} steps",
@@ -360,7 +358,7 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
     return study
 
 # %% ../../nbs/tuning/00_tune.ipynb #8bc28f27
-def _try_again(study, number, params):
+def _enqueue_again(study, number, params):
     "End an interrupted trial, and put its options into the queue, so that a later trial has them."
     study.tell(number, state=import_optuna().trial.TrialState.FAIL)
     study.enqueue_trial(params)
@@ -370,7 +368,7 @@ def forget_running(study: Any) -> None:
     "End the trials of killed processes. Later trials try their options again."
     for trial in study.trials:
         if trial.state.name == "RUNNING":
-            _try_again(study, trial.number, trial.params)
+            _enqueue_again(study, trial.number, trial.params)
 
 
 def ended_trials(study: Any) -> list:
@@ -401,7 +399,7 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         str: the result, as one line
     """
     optuna = import_optuna()
-    states = optuna.trial.TrialState
+    TrialState = optuna.trial.TrialState
     trial = study.ask()
 
     def report(value, k):
@@ -420,15 +418,15 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         options = {name: x.ask(trial, name) for name, x in space.items()}
         returns_of_seeds = returns(options, report)
     except optuna.TrialPruned:
-        tell(state=states.PRUNED)
+        tell(state=TrialState.PRUNED)
         return f"trial {trial.number}: pruned"
     except Exception as e:
         error = describe_exception(e)
-        tell(state=states.FAIL, error=error)
+        tell(state=TrialState.FAIL, error=error)
         return f"trial {trial.number}: failed, {error}"
     except BaseException:
         with uninterrupted():
-            _try_again(study, trial.number, trial.params)
+            _enqueue_again(study, trial.number, trial.params)
         raise
 
     # The trial gets its value, and a line says which options were tried.
@@ -635,11 +633,11 @@ class Search:
         # `seed` is the seed of the proposals. It is taken out of the options of the trainings,
         # which have the seeds of the search.
         self.seed = values.pop("seed", RunOptions.seed)
-        self.given = list(values)
+        self.given_names = list(values)
         self.seeds = parse_seeds(seeds)
         self.n = check_integer("evaluations", evaluations)
-        # The number of evaluations of a trial before it can be pruned, see `open_study`
-        self.free = max(1, self.n // 3)
+        # number of evaluations of a trial before it can be pruned, see `open_study`
+        self.n_before_pruning = max(1, self.n // 3)
 
         # The options that the user sets, and those that are left to search
         _check_options(args, values)
@@ -679,7 +677,7 @@ class Search:
         return returns_of(configs, self.n, report)
 
 # %% ../../nbs/tuning/00_tune.ipynb #1c178a19
-def _try(search, study, n):
+def _run_trials(search, study, n):
     "Run `n` more trials."
     for _ in range(n):
         print(try_one(study, search.space, search.returns), flush=True)
@@ -702,7 +700,7 @@ def _in_processes(search, n):
     return run_all(commands, jobs)
 
 
-def _train_words(search):
+def _train_command(search):
     "Return the command that trains with the preset and five seeds that the search has not used."
     args = search.args
     # The seeds are 0 to 4, or the five after those of the search.
@@ -713,12 +711,12 @@ def _train_words(search):
     return typed_command(*words)
 
 
-def _trials(n):
+def _trials_in_words(n):
     "The text '1 trial' or 'n trials'."
     return f"{n} trial{'s' * (n != 1)}"
 
 
-def _write(search, study):
+def _write_preset(search, study):
     """Write the best options so far as a preset, and return a text about the search.
 
     Raises:
@@ -737,21 +735,21 @@ def _write(search, study):
 
     # The preset has comments that say how good it is.
     config = search.config(best.params, 0)
-    values = complete_values(config, [*search.given, *best.params, "steps"])
+    values = complete_values(config, [*search.given_names, *best.params, "steps"])
     returns = best.user_attrs["returns"]
     texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in returns]
     seeds = " ".join(map(str, search.seeds))
-    train = _train_words(search)
+    train = _train_command(search)
     comments = [
         f"{' '.join(texts)}: mean returns of {EPISODES} episodes after {config['steps']} steps, "
-        f"seeds {seeds}, the best of {_trials(len(trials))} of {search.args.algorithm}.",
+        f"seeds {seeds}, the best of {_trials_in_words(len(trials))} of {search.args.algorithm}.",
         f"Measure it afresh, with other seeds: {train}",
     ]
     text = preset_text(search.args.env, values, config["env_kwargs"], comments)
     how = "replaced" if search.out.exists() else "written"
     write_atomically(search.out, text.encode())
     return (
-        f"{_trials(len(trials))}, {len(errors)} failed; "
+        f"{_trials_in_words(len(trials))}, {len(errors)} failed; "
         f"best: trial {best.number}, return {best.value:.1f}; {search.out} {how}\n"
         f"train with it:  {train}"
     )
@@ -772,8 +770,8 @@ def tune_command(args: Namespace) -> None:
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
         seed = search.seed + 1000 * (number + 1)
-        study = open_study(search.folder, search.settings(), seed, search.free)
-        _try(search, study, n)
+        study = open_study(search.folder, search.settings(), seed, search.n_before_pruning)
+        _run_trials(search, study, n)
         return
 
     # The search itself
@@ -781,36 +779,36 @@ def tune_command(args: Namespace) -> None:
     make_folder(search.out.parent)
     make_folder(search.folder)
     with locked(search.folder):
-        _search(search)
+        _run_search(search)
 
 
-def _search(search):
+def _run_search(search):
     "Run the trials that the study lacks, and write the best options."
     args = search.args
-    study = open_study(search.folder, search.settings(), search.seed, search.free)
+    study = open_study(search.folder, search.settings(), search.seed, search.n_before_pruning)
     forget_running(study)
-    n_over = len(ended_trials(study))
-    n_missing = search.n_trials - n_over
-    count = f"{_trials(search.n_trials)}, of which {n_over} are over"
+    n_ended = len(ended_trials(study))
+    n_missing = search.n_trials - n_ended
+    count = f"{_trials_in_words(search.n_trials)}, of which {n_ended} are over"
     if n_missing < 0:
-        count = f"{_trials(n_over)} are over, and --trials asks for {search.n_trials}"
+        count = f"{_trials_in_words(n_ended)} are over, and --trials asks for {search.n_trials}"
     print(
         f"{args.algorithm} on {args.env}: {count}, in {search.folder}",
         flush=True,
     )
 
     # The best options so far are also written after an interrupt.
-    outcome = EndedRuns([], [], None)
+    outcome = EndedRuns(complete=[], failed=[], stopped=None)
     try:
         if n_missing > 0 and search.jobs > 1:
             outcome = _in_processes(search, n_missing)
         else:
-            _try(search, study, n_missing)
+            _run_trials(search, study, n_missing)
     except KeyboardInterrupt as e:
-        number = e.args[0] if e.args else signal.SIGINT
-        outcome = outcome._replace(stopped=int(number))
+        signal_number = e.args[0] if e.args else signal.SIGINT
+        outcome = outcome._replace(stopped=int(signal_number))
 
-    text = _write(search, study)
+    text = _write_preset(search, study)
     if outcome.stopped is None:
         print(text)
     outcome.check(search.jobs, "processes", saved=f"{text}\nthe same command goes on")
