@@ -246,7 +246,7 @@ def _why_not_exact(checkpoint: Checkpoint, pipe: Any, order_options: dict) -> st
         for name in ("lag", "order")
         if config[name] != order_options[name]
     ]
-    if changed and bool(config["workers"]) != bool(ordered["workers"]):
+    if changed and bool(config["workers"]) != bool(order_options["workers"]):
         changed[-1] += " (without workers the lag is always 0, and the order canonical)"
     if checkpoint.stream is None:
         changed.append("it was saved when it had been stopped within a batch")
