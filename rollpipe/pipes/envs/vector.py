@@ -330,10 +330,10 @@ class LostEnds:
     """Notices a vector whose last observations always equal the first ones of the next episodes.
 
     Both observations are compared bit for bit. They may also be equal because an environment ends
-    where it begins, as a clock does, or never moves. So an end of an episode counts only if its last
-    observation differs from two others: the observation one step before, and the first observation
-    of the episode. An environment whose `reset` changes nothing cannot be distinguished from such a
-    vector.
+    where it begins, as a clock does, or never moves. So an end of an episode counts only if its
+    last observation differs from two others: the observation one step before, and the first
+    observation of the episode. An environment whose `reset` changes nothing cannot be distinguished
+    from such a vector.
 
     Args:
         like: arrays `[B, ...]` as announced by the space

@@ -642,8 +642,9 @@ def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
 
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    """The graph with `make(source)` between the one pipe that matches `where` and its one input, the
-    `source`.
+    """The graph with a pipe `make(source)` between the pipe that matches `where` and its `source`.
+
+    Exactly one pipe must match, and have exactly one input, the source.
 
     Other pipes that read the source still read from the source.
     """
