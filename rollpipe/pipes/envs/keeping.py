@@ -267,8 +267,8 @@ class _AllWays:
 # The test consists of parts. Each part continues to the end of an episode, and then takes so many
 # steps of the next episode.
 _MORE_STEPS = 20, 1, 7, 0, 3, 20, 20
-# The state is taken after this number of parts. A new environment continues from the state without
-# these parts, so the test notices if the state lacks something.
+# The state is taken after this number of parts. A new environment, which has not taken these parts,
+# continues from the state. So the test notices if the state lacks something.
 _N_PARTS_BEFORE = 2
 
 
@@ -321,8 +321,9 @@ def _check(one, state, parts):
     """Raise an exception unless a new environment continues exactly from kept states.
 
     Args:
-        one: `KeptEnv` of a new environment, kept in the way that is tested. It first gets `state`,
-            and then, before each later part, the state that it had itself after the part before
+        one: `KeptEnv` of a new environment, kept in the way that is tested. It gets `state` before
+            its first part. Before each later part it gets the state that it had itself after the
+            part before, unless the way repeats actions
         state: state of the environment that took the parts, after `_N_PARTS_BEFORE` parts
         parts: from `_played`
     """

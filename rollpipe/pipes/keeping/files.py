@@ -128,10 +128,10 @@ def _store(tensor, tensors, name):
     is_plain = is_usual or _overlaps(x)
 
     # Along an expanded dimension, with the stride 0, all elements are the same. One is stored.
-    stored = x
+    elements = x
     if not is_plain:
-        stored = x[tuple(slice(None if stride else 1) for stride in x.stride())]
-    tensors[name] = torch.empty(stored.shape, dtype=x.dtype).copy_(stored)
+        elements = x[tuple(slice(None if stride else 1) for stride in x.stride())]
+    tensors[name] = torch.empty(elements.shape, dtype=x.dtype).copy_(elements)
     return name if is_plain else [name, list(x.shape), list(x.stride()), shift]
 
 
@@ -344,7 +344,7 @@ def _open_beside(path) -> tuple:
         except KeyboardInterrupt:  # Ctrl-C, or another signal that ends the training
             beside.unlink(missing_ok=True)
             raise
-        file.close()  # another writer removed it before it was locked: try again
+        file.close()  # another writer removed the file before it was locked: try again
 
 
 def _remove_stale(path):
@@ -393,7 +393,10 @@ def most_bytes(size: int) -> int:
 
 
 def _opened(path: str | Path) -> Any:
-    "Open a regular file for reading. Raises `DataError` if the file is not regular, and `OSError`."
+    """Open a regular file for reading.
+
+    Raises `DataError` if the file is not regular, and `OSError` if it cannot be opened.
+    """
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -440,7 +443,7 @@ def to_safetensors(kind: str, version: int, parts: dict) -> bytes:
 
 
 def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
-    """The content of a safetensors file, as `to_safetensors` returns it, of encoded parts.
+    """As `to_safetensors`, for parts that are encoded already.
 
     Args:
         kind: what the file is, in one word
