@@ -99,9 +99,9 @@ class EpisodeBuilder:
         )
 
     def _with_all_infos(self, env, valid):
-        """`env` with all infos that any row has; changes the stored rows so that they have them.
+        """`env` with the infos that it lacks and the stored rows have.
 
-        An info that `env` or an earlier row lacks is filled in as by `same_keys`.
+        The stored rows get the infos that they lack and `env` has. `same_keys` fills in both.
         """
 
         def completed(row):
@@ -109,10 +109,10 @@ class EpisodeBuilder:
             # too, and the later calls give their rows the infos of this `env`. All stored rows are
             # taken for valid, because only the rows of episodes are ever read.
             nonlocal env
-            state, actor, before = row
+            state, actor, its_env = row
             all_valid = np.ones(len(valid), bool)
-            before, env = same_keys([before, env], [all_valid, valid])
-            return state, actor, before
+            its_env, env = same_keys([its_env, env], [all_valid, valid])
+            return state, actor, its_env
 
         self.rows.change(completed)
         self.infos = set(env)
@@ -169,7 +169,7 @@ class EpisodeBuilder:
         state, actor, env = self.rows.cut(begin, self.rows.end, b)
         n_steps = len(state.rew)
 
-        # The last row is appended: the true last observation, and the actor's reaction to it.
+        # Append the last row: the true last observation, and the actor's reaction to it.
         state = nested.cat([state, last])
         info = nested.map(lambda x, like: x.to(like.dtype), info, actor)
         acts = nested.getitem(state.act, slice(1, None))
@@ -298,8 +298,8 @@ class TraceRows:
     tick: Tick  # the newest tick
 
     def __init__(self, n_envs: int):
-        self.rows = []
-        self.ends = []
+        self.rows = []  # for each step, a dict of the arrays that `add` takes from the tick
+        self.ends = []  # `End`s of the episodes that ended with a last observation
         self.n_envs = n_envs
 
     def add(self, tick: Tick, valid: np.ndarray) -> None:
@@ -315,7 +315,14 @@ class TraceRows:
             self.ends.append(end)
 
         rew = np.where(valid, tick.next.rew, 0).astype(np.float32)
-        row = tick.state.stepno, rew, tick.next.fin, valid, tick.next.act, tick.actor
+        row = dict(
+            stepno=tick.state.stepno,
+            rew=rew,
+            fin=tick.next.fin,
+            valid=valid,
+            act=tick.next.act,
+            actor=tick.actor,
+        )
         self.rows.append(row)
         self.tick = tick
 
@@ -329,8 +336,8 @@ class TraceRows:
         if not self.rows:
             none = np.zeros((0, self.n_envs), bool)
             return Trace(none.astype(np.float32), none, none, {})
-        *arrays, act, actor = zip(*self.rows)
-        stepno, rew, fin, valid = map(np.stack, arrays)
+        names = "stepno", "rew", "fin", "valid"
+        stepno, rew, fin, valid = (np.stack(self._steps(name)) for name in names)
 
         # Where the last episode did not end, only the steps up to the end of an earlier episode
         # count. A running maximum from the last row backwards says for each step whether an episode
@@ -345,7 +352,7 @@ class TraceRows:
         # - `obs`: one row [B, ...], the last one. Last observations come from `self.ends`.
         # Of the fragment, only the actor's reports and `final` are used below.
         tick = self.tick
-        steps = nested.stack(act), rew
+        steps = nested.stack(self._steps("act")), rew
         act, rew_rows = nested.map(lambda x: np.concatenate([x[:1], x]), steps)
         state = nested.torchify(State(stepno, tick.next.obs, act, rew_rows, fin))
         fields = dict(env={}, hx=(), term=None, valid=None)
@@ -356,16 +363,20 @@ class TraceRows:
         )
         fragment = complete(
             tick.source,
-            state,
-            tick.next,
-            tick.next_hx,
-            [*actor],
-            partial(final_rows, self.ends),
-            fields,
-            numbers,
+            state=state,
+            last=tick.next,
+            hx=tick.next_hx,
+            reports=self._steps("actor"),
+            final=partial(final_rows, self.ends),
+            fields=fields,
+            numbers=numbers,
         )
         actor = self._with_last(fragment, fin, valid)
         return Trace(np.where(valid, rew, 0), fin, valid, actor)
+
+    def _steps(self, name):
+        "The values of all steps under this name."
+        return [row[name] for row in self.rows]
 
     def _with_last(self, fragment, fin, valid):
         """The actor's reports `[T+1, B, ...]`, see `Trace`.

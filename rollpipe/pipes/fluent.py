@@ -5,9 +5,9 @@
     pipe = pipe.lanes(2, seed=0).advantage(critic).stack(2)
 
 `pipe.fragments(n_steps=128)` is `FragmentCollector(pipe, n_steps=128)`, and so on: see `NAMES`.
-torchdata keeps one table of such names for the whole process. So the names are registered only in
-this module, and only in programs that import it. The module may be imported and reloaded any number
-of times, in notebooks too.
+torchdata keeps one table of such names for the whole process. So only this module registers names,
+and only in programs that import it. The module may be imported and reloaded any number of times, in
+notebooks too.
 """
 
 from .batches import AdvantageBuffer, FragmentStacker, Minibatcher, ToDevice
@@ -84,8 +84,8 @@ def _owner(name):
     function = IterDataPipe.functions.get(name)
     if function is None:
         return None
-    # torch registers a pipe class as `partial(make, cls, ...)`. A function that something else has
-    # registered stands for its owner.
+    # torch registers a pipe class as `partial(make, cls, ...)`. Other code may have registered
+    # another function, which is then returned itself.
     return getattr(function, "args", (function,))[0]
 
 

@@ -169,8 +169,8 @@ def complete(
 ) -> Fragment:
     """Make a fragment of some steps.
 
-    The actor reacts to the last row (the look-ahead), completes its reports, and reacts to
-    truncated ends.
+    The actor reacts to the last row: this reaction is the look-ahead. Then it completes its reports
+    of all rows, and reacts to the last observations of truncated episodes.
 
     Args:
         source: `TickSource` that calls the actor
@@ -204,8 +204,11 @@ def complete(
 
 # %% ../../nbs/pipes/13_fragments.ipynb #39c432e8
 class FragmentBuilder:
-    """Makes fragments of the steps of one lane: `add` adds a tick, and `take` returns the fragment
-    of the steps since the last one.
+    """Makes fragments of the steps of one lane.
+
+    `add` adds a tick, and `take` returns the fragment of the steps that were added since the last
+    one. Between two fragments, `ask` may let the source of the ticks write the whole next fragment
+    at once. Then the next tick stands for all steps of this fragment.
 
     Raises `DataError` if ticks come from several lanes, do not follow one another, or change
     structure or shapes within a fragment.
@@ -213,7 +216,8 @@ class FragmentBuilder:
     Args:
         n_steps: the maximum number of steps in a fragment
         destination: memory for the states
-        direct: True: the source may write the states into the fragment (`TickSource.collect_into`)
+        direct: True: `ask` may let the source write the states into the fragment, by
+            `TickSource.collect_into`; False: `ask` does nothing
         **where: context for error messages: pipe
     """
 
@@ -223,6 +227,8 @@ class FragmentBuilder:
     # The states of the fragment in progress, and its first tick
     rows: Rows | None = None
     first: Tick
+    # What else its steps have yielded, such as infos and reports of the actor
+    collected: Collected
     # The last step, as a tick; None: there was none
     last: Tick | None
 
@@ -286,10 +292,7 @@ class FragmentBuilder:
         rows.put(self.n, tick.next, tick.term)
 
     def ask(self) -> None:
-        """If possible, let the source write the next fragment at once.
-
-        Then the next tick stands for the whole fragment.
-        """
+        "If possible, let the source write the next fragment at once: see `FragmentBuilder`."
         last = self.last
         if self.direct and last and last.source is not None:
             rows = self._begin(
@@ -309,8 +312,8 @@ class FragmentBuilder:
             return self.seq, None
 
         # Copies, because the arrays are rows of larger memory.
-        *row, term = nested.map(np.array, (*last.next, last.term))
-        return self.seq, (*row, term, last.lane)
+        state, term = nested.map(np.array, (last.next, last.term))
+        return self.seq, (*state, term, last.lane)
 
     def set_state(self, state: tuple) -> None:
         "Continue from a state that `get_state` returned."
@@ -319,10 +322,9 @@ class FragmentBuilder:
             return
 
         # A tick with only those fields that the next fragment needs for its beginning
-        *row, term, lane = last
-        self.last = Tick._make([None] * len(Tick._fields))._replace(
-            next=State(*row), term=term, lane=lane
-        )
+        *state_fields, term, lane = last
+        empty_tick = Tick._make([None] * len(Tick._fields))
+        self.last = empty_tick._replace(next=State(*state_fields), term=term, lane=lane)
 
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."
@@ -343,13 +345,13 @@ class FragmentBuilder:
         )
         fragment = complete(
             last.source,
-            rows.tensors(n + 1),
-            last.next,
-            last.next_hx,
-            collected.reports,
-            partial(final_rows, collected.ends),
-            fields,
-            dict(lane=last.lane, seq=self.seq, version=first.version),
+            state=rows.tensors(n + 1),
+            last=last.next,
+            hx=last.next_hx,
+            reports=collected.reports,
+            final=partial(final_rows, collected.ends),
+            fields=fields,
+            numbers=dict(lane=last.lane, seq=self.seq, version=first.version),
             **self.where,
         )
 
@@ -414,13 +416,14 @@ class FragmentBuilder:
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e9f89cda
 class FragmentCollector(Pipe):
-    """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; the next fragment continues
-    with its last state and recurrent state.
+    """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps.
+
+    The next fragment continues with the last state and recurrent state of the one before.
 
     A collector that reads an `EnvStepper` directly reads single ticks only for its first fragment.
-    Then the stepper takes all steps of a fragment at once, and writes them into its memory. Their
-    numbers are checked afterwards, so before an error is raised, environments may take up to
-    `n_steps` further steps.
+    For each later fragment, the stepper takes all steps at once, and writes them into the memory of
+    the fragment. The numbers in them are checked afterwards, so before an error is raised,
+    environments may take up to `n_steps` further steps.
 
     Every fragment has its own memory. If the source ends within a fragment, the last fragment is
     shorter. Raises `DataError` if `n_steps < 1`, if an item is not a `Tick`, or if a fragment would

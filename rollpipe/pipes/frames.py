@@ -27,9 +27,9 @@ class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number
     `rows[i]`, with `rows` int64 `[*lead, n]`.
 
-    Negative numbers count from the end of `past`. Indexing leading dimensions, joining, and moving
-    to a device return `Stacks`. Every other torch operation works on the copy `dense()`. Raises
-    `DataError` for an operation in place.
+    A negative number counts from the end of `past`: -1 is its last frame. Indexing leading
+    dimensions, joining, and moving to a device return `Stacks`. Every other torch operation works
+    on the copy `dense()`. Raises `DataError` for an operation in place.
 
     Args:
         frames: [N, *frame]
@@ -119,10 +119,10 @@ aten = torch.ops.aten
 
 
 def _from_front(dim, n):
-    """The number of a dimension, counted from the front if it was counted from the end.
+    """The number of a dimension of the stacks, counted from the front.
 
-    Only this number is the same for `rows`, which has the first dimensions of the stacks, but not
-    the last ones.
+    A number from the front means the same dimension in `rows`, which has the first dimensions of
+    the stacks, but not the last ones.
 
     Args:
         dim: number of the dimension; negative: counted from the end
@@ -134,23 +134,23 @@ def _from_front(dim, n):
 def _index_rows(func, x, *args, **kwargs):
     """Apply an operation that selects or adds along a dimension to `rows` only.
 
-    None if it is not one of the leading dimensions.
+    Returns None if the dimension is not a leading one.
     """
-    lead = x.rows.ndim - 1
+    n_leading = x.rows.ndim - 1
     if func is aten.index.Tensor:
         # A mask takes as many dimensions as it has, every other index one.
         n_dims = 0
         for index in args[0]:
             is_mask = index is not None and index.dtype == torch.bool
             n_dims += index.ndim if is_mask else 1
-        inside = n_dims <= lead
+        is_leading = n_dims <= n_leading
     else:
         dim = args[0] if args else 0
         is_added = func is aten.unsqueeze.default
         dim = _from_front(dim, x.ndim + is_added)
-        inside = 0 <= dim < lead
+        is_leading = 0 <= dim < n_leading
         args = (dim, *args[1:])
-    if not inside:
+    if not is_leading:
         return None
     rows = func(x.rows, *args, **kwargs)
     return Stacks(x.frames, x.past, rows)
@@ -159,7 +159,7 @@ def _index_rows(func, x, *args, **kwargs):
 def _each_part(func, x, *args, dtype=None, **kwargs):
     """Apply an operation on the whole tensor to frames, past and rows.
 
-    None if it changes the dtype, which the rows must keep.
+    Returns None if the operation changes the dtype, which the rows must keep.
     """
     if dtype not in (None, x.dtype):
         return None
@@ -176,7 +176,7 @@ def _record(func, x, stream):
 def _join_parts(func, parts, dim=0):
     """Join stacks along a leading dimension: join their frames and pasts, and renumber the rows.
 
-    None for another dimension, or if ordinary tensors are among the parts.
+    Returns None for another dimension, or if ordinary tensors are among the parts.
     """
     dim = _from_front(dim, parts[0].ndim)
     if not all(isinstance(x, Stacks) for x in parts):
@@ -252,6 +252,11 @@ def _with_obs(fragment, structure, leaves, finals):
 def _frame_numbers(fragment, n):
     """The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last
     observations, `[K, n]`.
+
+    Frame `t * B + b` is that of row `t` of environment `b`. Negative numbers are frames before row
+    0. For example, with one environment, `n = 3`, and an episode that begins in row 1 after an
+    older one, the stacks of the rows 0, 1, 2 and 3 are `[-2, -1, 0]`, `[1, 1, 1]`, `[1, 1, 2]` and
+    `[1, 2, 3]`.
     """
     stepno = fragment.state.stepno
     n_envs = fragment.n_envs
@@ -339,9 +344,10 @@ class FrameStack(Pipe):
             n_columns = columns.stop - columns.start
 
             # Is this the fragment after the last one of its lane?
-            before, last_frames = lanes.get(lane, (None, None))
+            last_seq, last_frames = lanes.get(lane, (None, None))
+            expected_seq = None if last_seq is None else last_seq + 1
             with located(pipe=self):
-                follows = continues(fragment, strand, None if before is None else before + 1)
+                follows = continues(fragment, strand, expected_seq)
             follows = follows and all(x.shape[1] == n_columns for x in last_frames)
             is_within_episode = fragment.state.stepno[0, columns].any()
             if not follows and self.n > 1 and is_within_episode:
@@ -351,7 +357,7 @@ class FrameStack(Pipe):
                     lane=lane,
                     leaf="seq",
                     got=f"seq={seq}",
-                    expected="seq=0" if before is None else f"seq={before + 1}",
+                    expected="seq=0" if expected_seq is None else f"seq={expected_seq}",
                 )
 
             if follows:
@@ -362,9 +368,9 @@ class FrameStack(Pipe):
             # fragment, some of them come from earlier fragments.
             newest = []
             for past, x in zip(pasts, images):
-                last_rows = x[:-1, columns][-self.n :]
-                rows = torch.cat([past[:, columns], last_rows])
-                newest.append(rows[len(rows) - n_before :].clone())
+                own_frames = x[:-1, columns][-self.n :]
+                frames = torch.cat([past[:, columns], own_frames])
+                newest.append(frames[len(frames) - n_before :].clone())
             lanes[lane] = seq, newest
         return pasts
 

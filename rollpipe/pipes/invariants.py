@@ -48,7 +48,8 @@ def check_alignment(fragment: Fragment) -> None:
     check_term(fragment)
 
     # Rows that are no steps
-    _, _, _, rew, fin = fragment.state
+    rew = fragment.state.rew
+    fin = fragment.state.fin
     valid = fragment.valid
     problem = "a row that is no step has no `fin`, or terminates"
     _demand(
@@ -87,20 +88,21 @@ def check_continued(
     """
     known = dict(before or {})
     for lane, seq, at in strands(fragment):
-        first = nested.getitem((fragment.state, fragment.term), (0, at))
+        first, first_term = nested.getitem((fragment.state, fragment.term), (0, at))
         last = nested.getitem((fragment.state, fragment.term, fragment.valid), (-1, at))
         seq_before, last_before = known.get(lane, (None, None))
         known[lane] = seq, nested.map(torch.clone, last)
         if seq_before is None or seq_before + 1 != seq:
             continue
 
-        # Row 0 repeats the last row if an episode was under way there, or if the next one had
-        # begun. It does not after an environment at rest, or after a whole episode.
+        # Row 0 repeats the last row if an episode was under way in that row, or if the next one had
+        # begun there. It does not repeat the row of an environment at rest, or of a whole episode.
         state, term, valid = last_before
-        if len(term) != len(first[1]):
+        if len(term) != len(first_term):
             continue
         goes_on = ~state.fin | ((state.stepno == 0) & valid)
-        rows, rows_before = nested.getitem((first, (state, term)), goes_on)
+        both = (first, first_term), (state, term)
+        rows, rows_before = nested.getitem(both, goes_on)
         problem = "row 0 does not continue the fragment before"
         _demand_equal(rows, rows_before, "(state, term)", problem, lane=lane)
     return known
@@ -233,7 +235,7 @@ class CheckInvariants(Pipe):
         actor: the actor that collected them
         critic: the critic that estimated their values
         gamma: discount of the advantages
-        lam: their exponential weight
+        lam: exponential weight of GAE
         tolerance: maximum deviation of a likelihood ratio from 1, and maximum relative error of an
             advantage
     """
@@ -261,8 +263,9 @@ class CheckInvariants(Pipe):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         actor, advantage = self._lookup()
-        # (first lane, last lane) of an item -> number of items with these lanes so far, and the
-        # last rows of the newest, if the next of these items will be checked
+        # (first lane, last lane) of an item -> `(n, last_rows)`: the number of items with these
+        # lanes so far, and the last rows of the newest of them. `last_rows` is None if the next of
+        # these items will not be checked.
         known = self.keep(known={})["known"]
         for fragment in items:
             check_item(fragment, Fragment, self)

@@ -82,10 +82,10 @@ class State(NamedTuple):
 class Final(NamedTuple):
     """The true last observations of `K` episodes that end in a fragment (`K` may be 0).
 
-    `State.obs` has the reset observations instead.
+    In the rows of `State.obs`, the first observation of the next episode stands in their place.
 
-    Every truncated episode is among them, and with `EnvStepper(terminal_obs=True)` every terminated
-    one.
+    Every truncated episode of the fragment is here, and with `EnvStepper(terminal_obs=True)` also
+    every terminated one.
 
     Args:
         t: int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True;
@@ -122,16 +122,18 @@ class Collected(NamedTuple):
 class TickSource:
     """The object that answers a collector's requests about the ticks of a lane.
 
-    A source must define `react`; the rest is optional.
+    A collector is a pipe that makes fragments of ticks, such as `FragmentCollector`. It finds the
+    source in each tick. Pipes that change ticks pass the source on unchanged.
 
-    Pipes that change ticks pass the source on unchanged.
+    A source must define `react`; the rest is optional.
     """
 
-    collected: "Collected"  # of the steps of `collect_into`
+    collected: "Collected"  # the other results of the steps that `collect_into` has taken
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
-        """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy or
-        torch `[n, ...]`, with the recurrent state `hx`.
+        """The actor's virtual reaction to `state`, with the recurrent state `hx`.
+
+        `state` is numpy or torch `[n, ...]`. The reaction is `(act, info)`, torch `[1, n, ...]`.
 
         A collector calls this when it has all steps of a fragment: once for the look-ahead at row
         `T`, and once for all truncated ends. The environments do not take this action. The call
@@ -254,8 +256,14 @@ def _stepno_of_row_0(stepno, rew):
 
 
 def _history(first, obs, act, rew, end) -> State:
-    """The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end`
-    `[T, B]` is True where an episode ended.
+    """The rows `[T+1, B]` of `B` environments.
+
+    Args:
+        first: [B]: step numbers of row 0
+        obs: [T+1, B, ...]
+        act: [T, B, ...]
+        rew: [T, B]
+        end: bool [T, B]: True where an episode ended
     """
     # The step number grows by 1 from row to row, and is 0 after an end.
     stepno = [first]
@@ -300,10 +308,18 @@ def _check_tensors(kind, lead, **trees):
 
 
 def _final_rows(cut, obs, actor, last_obs, last_actor):
-    "The `Final` of the truncated steps `cut` `[T, B]`."
+    """The `Final` of the truncated steps.
+
+    Args:
+        cut: bool [T, B]: True where a step was truncated
+        obs: observations [T+1, B, ...]
+        actor: reports of the actor [T+1, B, ...]
+        last_obs: see `from_steps`
+        last_actor: see `from_steps`
+    """
     t, b = cut.nonzero(as_tuple=True)
 
-    # Without truncated steps, the argument may be None: no rows are needed.
+    # `last` may be None if it needs no rows: no step was truncated, or there is nothing in `like`.
     def rows(name, last, like):
         if last is None and len(t) and nested.leaves(like):
             raise DataError(
@@ -434,15 +450,15 @@ def from_steps(
         last_actor,
     )
     return Fragment(
-        state,
-        actor,
-        env,
-        hx,
-        term,
-        final,
-        valid,
-        adv,
-        ret,
+        state=state,
+        actor=actor,
+        env=env,
+        hx=hx,
+        term=term,
+        final=final,
+        valid=valid,
+        adv=adv,
+        ret=ret,
         **columns,
     )
 

@@ -39,33 +39,34 @@ def same_keys(infos: list, valid: list) -> list:
 
     # Info -> an example, and the number of its leading dimensions; masks are left out
     examples = {}
-    for info, where in zip(infos, valid):
-        examples.update((key, (value, where.ndim)) for key, value in info.items())
+    for info, valid_here in zip(infos, valid):
+        for key, value in info.items():
+            examples[key] = value, valid_here.ndim
     mask_of = {key: f"_{key}" for key in examples}
     examples = {key: x for key, x in examples.items() if key not in mask_of.values()}
 
-    # Infos that need a mask: some dict lacks the info, or has a mask of it already
+    # An info needs a mask if some dict lacks the info, or has a mask of it already.
     def is_partial(key):
         return any(key not in info or mask_of[key] in info for info in infos)
 
     partial_keys = list(filter(is_partial, examples))
 
-    def completed(info, where):
+    def completed(info, valid_here):
         complete = {}
         for key, (example, n) in examples.items():
             if key in info:
                 complete[key] = info[key]
             else:
-                complete[key] = nested.map(partial(_missing, n=n, valid=where), example)
+                complete[key] = nested.map(partial(_filler, n=n, valid=valid_here), example)
         for key in partial_keys:
             mask = mask_of[key]
-            complete[mask] = info[mask] if mask in info else where & (key in info)
+            complete[mask] = info[mask] if mask in info else valid_here & (key in info)
         return complete
 
-    return [completed(info, where) for info, where in zip(infos, valid)]
+    return [completed(info, valid_here) for info, valid_here in zip(infos, valid)]
 
 
-def _missing(x, n, valid):
+def _filler(x, n, valid):
     """The filler for an info like `x`, with the leading dimensions of `valid` in place of the `n`
     leading dimensions of `x`.
     """
@@ -167,12 +168,12 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
         finals.append(f.final._replace(b=f.final.b + offset))
 
     # Fields `[B]`
-    columns = {}
+    of_columns = {}
     for name in Fragment.COLUMNS:
-        columns[name] = nested.cat([getattr(f, name) for f in fragments])
+        of_columns[name] = nested.cat([getattr(f, name) for f in fragments])
     return nested.cat(wide, dim=1, view=True)._replace(
         final=nested.cat(finals),
-        **columns,
+        **of_columns,
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #1c115c45
@@ -228,14 +229,14 @@ def strands(fragment: Fragment) -> list:
     # Successive columns with the same numbers form one strand.
     parts = []
     first = 0
-    for key, columns in groupby(numbers):
-        end = first + len(list(columns))
-        parts.append((*key, slice(first, end)))
+    for (its_restarts, seq, lane), group in groupby(numbers):
+        end = first + len(list(group))
+        parts.append((its_restarts, seq, lane, slice(first, end)))
         first = end
 
     # Time goes by restarts, and then by seq.
     parts.sort(key=lambda part: part[:2])
-    return [(lane, seq, columns) for _, seq, lane, columns in parts]
+    return [(lane, seq, at) for _, seq, lane, at in parts]
 
 
 def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
@@ -350,8 +351,9 @@ def unstacked(fragment: Fragment) -> list:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #485b2ff6
 def is_cut(fragment: Fragment) -> Tensor:
-    """Where a step is not continued by the next row, bool `[T, B]`: its episode ended, or the next
-    row is not `valid`.
+    """True where the next row does not continue the step, bool `[T, B]`.
+
+    The episode ended with this step, or the next row is not `valid`.
     """
     # A copy, because the next line changes it
     over = fragment.state.fin[1:].clone()
@@ -375,7 +377,8 @@ def final_numbers(fragment: Fragment) -> Tensor:
 def next_observations(fragment: Fragment) -> Any:
     """The observations `[T, B, ...]` after each step: those of the next row, or those of `final`.
 
-    After a termination that `final` did not keep, it is the first observation of the next episode.
+    After a termination that `final` did not keep, this is the first observation of the next
+    episode.
     """
     after = nested.getitem(fragment.state.obs, slice(1, None))
 
@@ -604,7 +607,7 @@ def check_final(fragment: Fragment) -> None:
     n_final = torch.zeros_like(fin, dtype=torch.int64)
     n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
 
-    # One row is allowed everywhere here, and no row unless a valid step was truncated.
+    # A step has no row or one row. It needs one if it is valid and was truncated.
     may_lack = (n_final == 0) & ~(truncated & fragment.valid)
     problem = "a truncated episode has no final row, or more than one"
     _demand((n_final == 1) | may_lack, problem, "final", n_final)

@@ -91,7 +91,7 @@ class Form:
         the actual ones.
         """
         if self.single and isinstance(tree, _ARRAYS):
-            xs = [tree]  # faster than flattening
+            xs = [tree]  # a fast path: there are no containers to flatten
         else:
             xs, structure = flatten(tree)
             if structure != self.structure:
@@ -125,7 +125,8 @@ class Form:
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
         its_dtype, its_shape = _spec(x)
-        # A subclass may accept tensors only, and refuse an array of the right shape and dtype.
+        # If shape and dtype are right, a subclass has refused the leaf, because that accepts
+        # tensors only.
         problem = "this is no tensor"
         if its_shape != shape:
             problem = "wrong shape"
@@ -217,10 +218,9 @@ def _same_kind(src, dst):
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #dc3529e7
 def _cat(xs, dim):
-    """As `torch.cat`.
+    """As `torch.cat`, but the memory of large results comes from numpy.
 
-    numpy allocates large results, because it asks the system for huge pages, which makes the copy
-    three times faster.
+    numpy asks the system for huge pages, which makes the copy three times faster.
     """
     n_bytes = sum(x.nbytes for x in xs)
     if n_bytes < 2**22 or not all(_is_ordinary(x) for x in xs):
@@ -315,14 +315,15 @@ def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
     )
 
 
-def _join(trees, dim, npy, pyt):
-    "Join containers: arrays by `npy`, a function of numpy, and tensors by `pyt`, one of torch."
+def _join(trees, dim, join_arrays, join_tensors):
+    "Join containers: their arrays by a function of numpy, and their tensors by one of torch."
     trees = list(trees)
     if not trees:
         raise DataError("nothing to join", expected="at least one container", got="none")
 
     def join(*xs):
-        return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
+        is_tensor = isinstance(xs[0], torch.Tensor)
+        return join_tensors(xs, dim) if is_tensor else join_arrays(xs, dim)
 
     # The search for the container or leaf that does not fit takes time, so it follows an error.
     try:

@@ -25,12 +25,12 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 _DTYPES = np.float16, np.float32, np.float64, np.int64, np.bool_
 
 
-def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
+def _as_tensor(x: Any, from_array: bool) -> Tensor | None:
     """`x` as a tensor, or None if `x` is not one.
 
-    If `numpy`, `x` must be an array, and the tensor shares its memory where possible.
+    With `from_array`, `x` must be an array, and the tensor shares its memory where possible.
     """
-    if not numpy:
+    if not from_array:
         return x if isinstance(x, Tensor) else None
     if type(x) not in (np.ndarray, np.memmap) or x.dtype not in _DTYPES:
         return None
@@ -89,8 +89,8 @@ def _rows(cut: Any = None, **args: Any) -> Any:
     a result to the library of the first argument.
     """
     (first, x), *_ = args.items()
-    numpy = isinstance(x, np.ndarray)
-    like = _as_tensor(x, numpy)
+    from_array = isinstance(x, np.ndarray)
+    like = _as_tensor(x, from_array)
     if like is None or not like.is_floating_point() or like.dim() < 1 or not len(like):
         raise DataError(
             f"{first}: not a time-major tensor",
@@ -100,17 +100,17 @@ def _rows(cut: Any = None, **args: Any) -> Any:
 
     # Bring the other arguments into the shape and dtype of the first one.
     del args[first]
-    others = [_row(name, x, first, like, numpy) for name, x in args.items()]
-    mask = None if cut is None else _mask(cut, like, numpy)
-    back = Tensor.numpy if numpy else lambda x: x
-    return like, *others, mask, back
+    others = [_row(name, x, first, like, from_array) for name, x in args.items()]
+    mask = None if cut is None else _mask(cut, like, from_array)
+    to_library = Tensor.numpy if from_array else lambda x: x
+    return like, *others, mask, to_library
 
 
-def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
+def _row(name: str, arg: Any, first: str, like: Tensor, from_array: bool) -> Tensor:
     """The argument `name` as a tensor of the shape and dtype of `like`, which is the argument
     `first`.
     """
-    x = _as_tensor(arg, numpy)
+    x = _as_tensor(arg, from_array)
     is_rate = name in ("discount", "a")
 
     # A discount of integers is a mask times a gamma of 0 or 1.
@@ -121,7 +121,7 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
     if isinstance(arg, Real) and not isinstance(arg, bool):
         return torch.full_like(like, float(arg))
 
-    form = _describe(like.numpy() if numpy else like)
+    form = _describe(like.numpy() if from_array else like)
     if x is None or not x.is_floating_point():
         raise DataError(
             f"{name}: not a time-major tensor",
@@ -157,14 +157,14 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
     )
 
 
-def _mask(cut: Any, like: Tensor, numpy: bool) -> Tensor:
+def _mask(cut: Any, like: Tensor, from_array: bool) -> Tensor:
     "The argument `cut` as a bool tensor of the shape of `like`."
-    x = _as_tensor(cut, numpy)
+    x = _as_tensor(cut, from_array)
     if x is not None and x.dtype is torch.bool and x.shape[:1] == like.shape[:1]:
         ways = _padded(x, like.shape)
         if ways:
             return x if x.shape == like.shape else x.reshape(ways[0]).expand(like.shape)
-    form = f"{'ndarray' if numpy else 'tensor'} bool {list(like.shape)}"
+    form = f"{'ndarray' if from_array else 'tensor'} bool {list(like.shape)}"
     raise DataError(
         "cut: not a mask of the episode ends",
         expected=_or_part(form, like.shape),
@@ -218,8 +218,8 @@ def backward_recursion(a: Array | float, b: Array) -> Array:
             row is not used
         b: increments [T, ...]
     """
-    b_t, a_t, _, back = _rows(b=b, a=a)
-    return back(_solve(a_t, b_t) if len(b_t) > 1 else b_t.clone())
+    b_t, a_t, _, to_library = _rows(b=b, a=a)
+    return to_library(_solve(a_t, b_t) if len(b_t) > 1 else b_t.clone())
 
 
 def _solve(a: Tensor, b: Tensor) -> Tensor:
@@ -231,8 +231,9 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     stride = 1
     n_rows = len(b)
     while stride < n_rows:
-        # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients,
-        # where all of them exist
+        # x_t now holds the terms up to b_{t+stride-1}, and a_t is the product of the `stride`
+        # coefficients from t on, where all of them exist. For example, with four rows, row 0 is b_0
+        # at first, then b_0 + a_0 b_1, and then b_0 + a_0 b_1 + a_0 a_1 (b_2 + a_2 b_3).
         longer = torch.addcmul(
             x[:-stride],
             a[: n_rows - stride],
@@ -292,7 +293,7 @@ def discounted_returns(
         optional["v_tp1"] = v_tp1
     if rho is not None:
         optional["rho"] = rho
-    r, g, *others, end, back = _rows(
+    r, gamma, *others, is_cut, to_library = _rows(
         cut,
         rew=rew,
         discount=discount,
@@ -303,25 +304,25 @@ def discounted_returns(
     # The value of the return after a row where the trace stops, and 0 elsewhere: V of the state
     # reached where an episode ends, and the bootstrap after the last row
     tail = torch.zeros_like(r)
-    if end is not None and v_tp1 is not None:
-        tail = tensor_of["v_tp1"].masked_fill(~end, 0.0)
+    if is_cut is not None and v_tp1 is not None:
+        tail = tensor_of["v_tp1"].masked_fill(~is_cut, 0.0)
     last = _edge("bootstrap", bootstrap, r)
-    if end is not None:
-        last = last.masked_fill(end[-1], 0.0)
+    if is_cut is not None:
+        last = last.masked_fill(is_cut[-1], 0.0)
     last = tail[-1] + last
     tail = torch.cat([tail[:-1], last[None]])
 
     # The recursion, with importance weights if there are some
-    a = _carry(g, end)
-    b = r + g * tail
+    a = _carry(gamma, is_cut)
+    b = r + gamma * tail
     if rho is None:
-        return back(_solve(a, b))
+        return to_library(_solve(a, b))
     a = tensor_of["rho"] * a
     b = tensor_of["rho"] * b
     x = _solve(a, b)
 
     # Products of large weights may overflow. Row by row, no such products are formed.
-    return back(x if x.isfinite().all() else _solve_in_order(a, b))
+    return to_library(x if x.isfinite().all() else _solve_in_order(a, b))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #5724fbca
 def n_step_returns(
@@ -347,7 +348,7 @@ def n_step_returns(
     Raises:
         DataError: if shapes or dtypes do not fit, or n < 1; the message names the argument.
     """
-    r, v_next, g, end, back = _rows(
+    r, v_next, gamma, is_cut, to_library = _rows(
         cut,
         rew=rew,
         v_tp1=v_tp1,
@@ -357,19 +358,19 @@ def n_step_returns(
         raise DataError("n: too few steps", expected="n >= 1", got=describe(n))
 
     # With one step, or one row, there is nothing to carry back.
-    one_step = r + g * v_next
+    one_step = r + gamma * v_next
     if min(n, len(r)) == 1:
-        return back(one_step)
+        return to_library(one_step)
 
     # The value counts only where the trace stops; elsewhere the n-1 step return of the next row
     # replaces it.
-    a = _carry(g, end)
-    b = r if end is None else torch.where(end, one_step, r)
+    a = _carry(gamma, is_cut)
+    b = r if is_cut is None else torch.where(is_cut, one_step, r)
     b = torch.cat([b[:-1], one_step[-1:]])
 
     # T steps and more reach the end of each trace, so one recursion over all rows is enough.
     if n >= len(r):
-        return back(_solve(a, b))
+        return to_library(_solve(a, b))
 
     # Each round adds one step to the returns.
     x = one_step
@@ -380,7 +381,7 @@ def n_step_returns(
             x[1:],
         )
         x = torch.cat([longer, b[-1:]])
-    return back(x)
+    return to_library(x)
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #e16c1723
 def td_errors(
@@ -398,18 +399,18 @@ def td_errors(
     Raises:
         DataError: if shapes or dtypes do not fit; the message names the argument.
     """
-    r, v, v_next, g, _, back = _rows(
+    r, v, v_next, gamma, _, to_library = _rows(
         rew=rew,
         v_t=v_t,
         v_tp1=v_tp1,
         discount=discount,
     )
-    return back(_td(r, v, v_next, g))
+    return to_library(_td(r, v, v_next, gamma))
 
 
-def _td(r: Tensor, v: Tensor, v_next: Tensor, g: Tensor) -> Tensor:
+def _td(r: Tensor, v: Tensor, v_next: Tensor, gamma: Tensor) -> Tensor:
     "`td_errors` of tensors of one shape."
-    return torch.addcmul(r, g, v_next) - v
+    return torch.addcmul(r, gamma, v_next) - v
 
 
 def gae(
@@ -448,7 +449,7 @@ def gae(
             argument.
     """
     _check_unit(lam=lam)
-    r, v, v_next, g, end, back = _rows(
+    r, v, v_next, gamma, is_cut, to_library = _rows(
         cut,
         rew=rew,
         v_t=v_t,
@@ -457,7 +458,7 @@ def gae(
     )
 
     # The recursion over the TD errors, which stops at each end of an episode
-    return back(_solve(_carry(g * lam, end), _td(r, v, v_next, g)))
+    return to_library(_solve(_carry(gamma * lam, is_cut), _td(r, v, v_next, gamma)))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #53661be4
 class VTraceTargets(NamedTuple):
@@ -508,7 +509,7 @@ def vtrace(
             message names the argument.
     """
     _check_unit(lam=lam)
-    r, v, v_next, g, ratio, end, back = _rows(
+    r, v, v_next, gamma, ratio, is_cut, to_library = _rows(
         cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount, rho=rho
     )
     if not 0 <= c_clip <= rho_clip:
@@ -520,16 +521,16 @@ def vtrace(
 
     # δ
     weight = ratio.clamp(max=rho_clip)
-    delta = _td(r, v, v_next, g)
+    delta = _td(r, v, v_next, gamma)
 
     # e, by the recursion
-    carry = _carry(g * lam, end)
+    carry = _carry(gamma * lam, is_cut)
     error = _solve(carry * ratio.clamp(max=c_clip), weight * delta)
 
     # The part of the advantage that comes from later errors
     later = torch.zeros_like(error)
     later[:-1] = carry[:-1] * error[1:]
-    return VTraceTargets(back(v + error), back(weight * (delta + later)))
+    return VTraceTargets(to_library(v + error), to_library(weight * (delta + later)))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #724bf72e
 def running_returns(rew: Array, discount: Array | float, before: Array | float = 0.0) -> Array:
@@ -543,9 +544,9 @@ def running_returns(rew: Array, discount: Array | float, before: Array | float =
             the step
         before: [...]: the return up to the step before the first one
     """
-    r, g, _, back = _rows(rew=rew, discount=discount)
-    first = r[0] + g[0] * _edge("before", before, r)
+    r, gamma, _, to_library = _rows(rew=rew, discount=discount)
+    first = r[0] + gamma[0] * _edge("before", before, r)
     b = torch.cat([first[None], r[1:]])
 
     # The recursion runs backwards in time, so it gets the rows in reversed order.
-    return back(_solve(g.flip(0), b.flip(0)).flip(0))
+    return to_library(_solve(gamma.flip(0), b.flip(0)).flip(0))

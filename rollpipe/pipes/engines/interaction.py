@@ -147,8 +147,7 @@ class Interaction(TickSource):
     def _run(self, rows, begin, n, collected):
         """Take `n` steps, and write the states into the rows that follow row `begin` of `rows`.
 
-        What else the steps yield is appended to `collected`: reports, infos, the mask of valid
-        rows, and ends of episodes.
+        The other results of the steps are appended to `collected`, a `Collected`.
         """
         engine = self.engine
         envs = self.envs
@@ -194,8 +193,8 @@ class Interaction(TickSource):
         except Exception as e:
             fault = e
 
-        # The environments now check the steps that they have not checked yet. If this raises an
-        # error, it is that of an earlier step than `fault`, so it is raised instead of `fault`.
+        # The environments now check the steps that they have not checked yet. An error here belongs
+        # to an earlier step than `fault`, so it is raised instead of `fault`.
         envs.settle(env_rows, at)
         if fault is not None:
             raise fault
@@ -241,9 +240,8 @@ class Interaction(TickSource):
                     rows = self.envs.rows()
                     t = 0
 
-                # Row `t` is the present row already, unless `rows` are new or a collector had given
-                # rows before. Then the present row is in other memory, and takes this place (see
-                # `Batch.step_into`).
+                # `Batch.step_into` reads the present row as row `t`. It is in other memory if
+                # `rows` are new, or if the step before wrote into rows of a collector.
                 rows.rows[t] = self.row
                 self._run(rows, t, 1, collected)
                 t += 1
@@ -252,18 +250,18 @@ class Interaction(TickSource):
 
             next_state = self.state
             yield Tick(
-                state,
-                hx,
-                collected.reports[-1],
-                next_state,
-                self.hx,
-                self.row.term,
-                final,
-                collected.env[-1],
-                collected.valid[-1],
-                self.lane,
-                version,
-                self,
+                state=state,
+                hx=hx,
+                actor=collected.reports[-1],
+                next=next_state,
+                next_hx=self.hx,
+                term=self.row.term,
+                final=final,
+                env=collected.env[-1],
+                valid=collected.valid[-1],
+                lane=self.lane,
+                version=version,
+                source=self,
             )
 
     def _collect(self, rows, collected):

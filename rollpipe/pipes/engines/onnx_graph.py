@@ -71,18 +71,19 @@ def without_time(model: Any) -> Any:
         return model
 
     # The results of `Shape` are left out: each is a list of sizes, which has become shorter.
-    lists = {node.output[0] for node in graph.node if node.op_type == "Shape"}
+    size_lists = {node.output[0] for node in graph.node if node.op_type == "Shape"}
     for name, shape in shapes_before.items():
         expected = shape[1:] if name in shortened else shape
-        if name not in lists and shapes_after.get(name) != expected:
+        if name not in size_lists and shapes_after.get(name) != expected:
             return model
     return new
 
 
 def _shorten_outputs(node, shortened):
-    """Add the outputs of `node` to `shortened`, the names of values without time dimension.
+    """Add the outputs of `node` to `shortened`, the names of values without time dimension, if an
+    input of `node` is there.
 
-    Returns False, and adds nothing, if `node` might use that dimension.
+    Returns False, and adds nothing, if `node` might use the time dimension.
     """
     if not any(x in shortened for x in node.input):
         return True
@@ -269,6 +270,8 @@ class Reads:
         self.within = []
         # id -> object that was visited. It stays here, so that no other object gets its id.
         self.seen = {}
+        # (id of a module, id of a function) -> the module, whose values in the function were added
+        self.seen_modules = {}
 
     def owner(self, name: str, owner: Any) -> None:
         "Add the attributes of an actor, or of a part of one, and what they and its class read."
@@ -324,9 +327,9 @@ class Reads:
             self._value(f, name, partial(content_of, cell))
 
     def _value(self, f, name, get):
-        """Add a value that the function `f` reads by this name.
+        """Add a value that the function `f` reads under `name`.
 
-        Of a module, only those values are added whose names occur in `f`.
+        If the value is a module, those of its values are added whose names occur in `f`.
         """
         value = get()
         if not inspect.ismodule(value):
@@ -336,9 +339,9 @@ class Reads:
 
         # Modules may import each other, so each is visited once for a function.
         visit = (id(value), id(f))
-        if _package(value) in _LIBRARIES or visit in self.seen:
+        if _package(value) in _LIBRARIES or visit in self.seen_modules:
             return
-        self.seen[visit] = value
+        self.seen_modules[visit] = value
         for key in {*names_in(f.__code__)} & vars(value).keys():
             self._value(f, key, partial(vars(value).get, key))
 
@@ -362,7 +365,7 @@ class Constants:
             tables = (part._modules, part._forward_hooks, part._forward_pre_hooks)
             reads.tables += [(f"of {name}", table) for table in tables]
 
-        # Tables and values are compared by identity or `==`.
+        # Tables and values are compared by identity or `==`. `before` has copies of the tables.
         self.texts = tuple(text for text, _ in reads.tables)
         self.tables = tuple(table for _, table in reads.tables)
         self.before = tuple(map(dict, self.tables))

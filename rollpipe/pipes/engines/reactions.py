@@ -8,7 +8,7 @@ __all__ = ['OF_TORCH', 'SeededActor', 'as_input', 'TensorsOfAnyDtype', 'AnswerCh
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #82945338
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,14 +57,17 @@ class SeededActor:
         # The state of torch's global generator, for an actor that takes no noise
         self.global_state = self.generator.get_state()
 
-        # The noise of `chunk` steps
-        self.chunk = max(1, min(self.CHUNK, self.MAX_ACTIONS // n_envs))
-        self.block = None  # as one block, nested [chunk, B, ...]
-        self.rows = None  # step by step, each [1, B, ...]; None: nobody has asked for a step
-        self.at = self.chunk  # index of the next step; `chunk`: the block is used up
+        # The noise of the next `n_steps` steps is drawn at once. This is one block of noise.
+        self.n_steps = max(1, min(self.CHUNK, self.MAX_ACTIONS // n_envs))
+        # The present block, nested `[n_steps, B, ...]`; None: nothing was drawn yet
+        self.noise = None
+        # The same block as a list, `[1, B, ...]` for each step; None: nobody has asked for a step
+        self.noise_by_step = None
+        # Index in the block of the step that comes next; `n_steps`: the block is used up
+        self.next_step = self.n_steps
 
-        # The state of the generator before this block was drawn. None: nothing was drawn.
-        self.before = None
+        # The state of the generator before this block was drawn; None: nothing was drawn yet
+        self.state_before = None
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
         "Call `actor.step`. A virtual reaction draws no random numbers."
@@ -75,18 +78,18 @@ class SeededActor:
 
     def _noise(self):
         "Noise for the next step, `[1, B, ...]`."
-        if self.at == self.chunk:
+        if self.next_step == self.n_steps:
             self._draw()
 
         # A block is only split if its steps are asked for one by one.
-        if self.rows is None:
-            if isinstance(self.block, torch.Tensor):
-                self.rows = self.block.split(1)
+        if self.noise_by_step is None:
+            if isinstance(self.noise, torch.Tensor):
+                self.noise_by_step = self.noise.split(1)
             else:
-                steps = range(self.chunk)
-                self.rows = [nested.getitem(self.block, slice(t, t + 1)) for t in steps]
-        self.at += 1
-        return self.rows[self.at - 1]
+                steps = range(self.n_steps)
+                self.noise_by_step = [nested.getitem(self.noise, slice(t, t + 1)) for t in steps]
+        self.next_step += 1
+        return self.noise_by_step[self.next_step - 1]
 
     def noises(self, n: int) -> Any:
         "Noise for the next `n` steps, `[n, B, ...]`."
@@ -96,24 +99,24 @@ class SeededActor:
         # The steps may lie in several blocks.
         parts = []
         while n:
-            if self.at == self.chunk:
+            if self.next_step == self.n_steps:
                 self._draw()
-            n_here = min(n, self.chunk - self.at)
-            parts.append(nested.getitem(self.block, slice(self.at, self.at + n_here)))
-            self.at += n_here
+            n_here = min(n, self.n_steps - self.next_step)
+            parts.append(nested.getitem(self.noise, slice(self.next_step, self.next_step + n_here)))
+            self.next_step += n_here
             n -= n_here
         return parts[0] if len(parts) == 1 else nested.cat(parts)
 
     def _draw(self):
-        "Draw the noise of the next `chunk` steps."
-        self.before = self.generator.get_state()
-        self.block = self.actor.draw_noise((self.chunk, self.n_envs), self.generator)
-        self.rows = None
-        self.at = 0
+        "Draw the next block of noise."
+        self.state_before = self.generator.get_state()
+        self.noise = self.actor.draw_noise((self.n_steps, self.n_envs), self.generator)
+        self.noise_by_step = None
+        self.next_step = 0
 
     def get_state(self) -> tuple:
         "The state of the generators, from which the present block can be drawn again."
-        return self.generator.get_state(), self.global_state, self.before, self.at
+        return self.generator.get_state(), self.global_state, self.state_before, self.next_step
 
     def set_state(self, state: tuple) -> None:
         "Continue from a state that `get_state` returned."
@@ -126,7 +129,7 @@ class SeededActor:
         else:
             self.generator.set_state(before)
             self._draw()
-        self.at = at
+        self.next_step = at
 
     def _with_global_generator(self, seen, hx, virtual):
         "Call `actor.step` while torch's global generator has the lane's own state."
@@ -178,8 +181,9 @@ class AnswerCheck:
     first: Any  # the first answer, its parts by their names; None: there was no answer yet
 
     def __init__(self, actor: Any, envs: Any, where: dict):
+        # The actor's class and method, for messages
         self.name = type(actor).__name__
-        self.step = f"{self.name}.step"
+        self.step_name = f"{self.name}.step"
         self.envs = envs
         self.where = where
         self.first = None
@@ -196,7 +200,7 @@ class AnswerCheck:
         if type(answer) is tuple and len(answer) == 3:
             return answer
         raise ActorError(
-            f"{self.step} gave no triple",
+            f"{self.step_name} gave no triple",
             expected="(act, hx, info)",
             got=describe(answer),
             **self.where,
@@ -262,14 +266,14 @@ class AnswerCheck:
     def _learn(self, act, hx, info):
         "Store the first answer, if it is valid."
         n_envs = len(self.envs)
-        self._check_lead("act", act, (1, n_envs), self.step)
-        self._check_lead("info", info, (1, n_envs), self.step)
-        self._check_lead("hx", hx, ("layers", n_envs), self.step)
+        self._check_lead("act", act, (1, n_envs), self.step_name)
+        self._check_lead("info", info, (1, n_envs), self.step_name)
+        self._check_lead("hx", hx, ("layers", n_envs), self.step_name)
 
         # numpy refuses tensors that require gradients.
         if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):
             raise ActorError(
-                f"{self.step} gave an action with a gradient",
+                f"{self.step_name} gave an action with a gradient",
                 leaf="act",
                 expected="one without, see `detach`",
                 **self.where,
@@ -328,6 +332,10 @@ class AnswerCheck:
             )
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #614e7c1c
+# Names of the attributes that torch gives to every module
+OF_TORCH = vars(torch.nn.Module()).keys()
+
+
 def kept_in(holder: Any) -> Iterator:
     """The attributes of `holder` and its modules, except parameters and buffers.
 
@@ -337,20 +345,18 @@ def kept_in(holder: Any) -> Iterator:
     Returns:
         Iterator: `((number of the module, name of its part, attribute), value)`
     """
+    # `(number of the module, name of its part, the part)`, and the holder itself
     owners = []
     for k, module in enumerate(modules_in(holder)):
         owners += [(k, name, part) for name, part in module.named_modules()]
     if not isinstance(holder, torch.nn.Module) and hasattr(holder, "__dict__"):
         owners.append((0, "", holder))
 
+    # Their attributes, without those of torch, which hold the parameters and buffers
     for k, name, owner in owners:
         for key, value in vars(owner).items():
             if key not in OF_TORCH:
                 yield (k, name, key), value
-
-
-# Attributes that torch gives to every module
-OF_TORCH = vars(torch.nn.Module()).keys()
 
 
 def attribute_name(k: int, name: str, key: str) -> str:
@@ -387,8 +393,25 @@ class _Identity:
         return self.x is other.x
 
 
+class _Table(NamedTuple):
+    """A dict in which torch keeps the parameters, or the buffers, of a module.
+
+    Args:
+        holder: the first holder in which the module occurs
+        prefix: the beginning of the names of the tensors in messages, such as 'buffer net.0.'
+        tensors: the dict itself
+    """
+
+    holder: Any
+    prefix: str
+    tensors: dict
+
+
 class Unchanging:
     """Checks that actors and networks do not change while lanes collect.
+
+    A lane collects each item in a block `with unchanging.during(lane):`. The tensors of all holders
+    and, at some items, the attributes of the actors are compared before and after the block.
 
     Raises `ActorError` if a parameter or buffer changes. Warns once for each other attribute that
     changes.
@@ -411,16 +434,15 @@ class Unchanging:
 
         self.actors = list(filter(is_actor, holders))
 
-        # torch keeps the parameters of a module in one dict, and its buffers in another. `tables`
-        # has each of these dicts once, as `(holder, prefix, dict)`: the first holder in which it
-        # occurs, the beginning of the names of its entries in messages, and the dict itself.
-        tables = {}
+        # torch keeps the parameters of a module in one dict, and its buffers in another. Here is
+        # each of these dicts once.
+        tables = {}  # id of a dict -> its `_Table`
         for holder in holders:
             for module in modules_in(holder):
                 for name, part in module.named_modules():
                     prefix = f"{name}." if name else ""
-                    parameters = (holder, f"parameter {prefix}", part._parameters)
-                    buffers = (holder, f"buffer {prefix}", part._buffers)
+                    parameters = _Table(holder, f"parameter {prefix}", part._parameters)
+                    buffers = _Table(holder, f"buffer {prefix}", part._buffers)
                     tables.setdefault(id(part._parameters), parameters)
                     tables.setdefault(id(part._buffers), buffers)
         self.tables = list(tables.values())
@@ -435,7 +457,8 @@ class Unchanging:
         # of two has no bit in common with the number before it.
         self.closely = self.n_items > 0 and self.n_items & (self.n_items - 1) == 0
 
-        # The attributes and tensors before the item is collected
+        # The attributes and tensors before the item is collected. Without `closely`, the attributes
+        # are not compared.
         self.attributes = [compared_attributes(x) for x in self.actors] if self.closely else []
         self.before = self._look(self.closely)
 
@@ -450,15 +473,14 @@ class Unchanging:
         self.n_items += 1
 
     def _look(self, closely) -> dict:
-        """The facts to compare of each parameter and buffer: (number of its table, name) -> facts.
+        """What is compared of each parameter and buffer: `(number of its table, name)` -> facts.
 
-        These are the identity of the tensor, the number of its in-place changes, and with `closely`
-        an object that compares its values. They are None for a lazy tensor, which has no values
-        yet.
+        The facts are the identity of the tensor, the number of its in-place changes, and with
+        `closely` a summary of its values. A lazy tensor has no values yet: its facts are None.
         """
         facts = {}
-        for k, (_, _, slots) in enumerate(self.tables):
-            for name, x in slots.items():
+        for k, table in enumerate(self.tables):
+            for name, x in table.tensors.items():
                 if x is None:
                     continue
                 if torch.nn.parameter.is_lazy(x):
@@ -483,11 +505,8 @@ class Unchanging:
 
         # The error names the holder of the first of these tensors, and all tensors.
         first_table, _ = changed[0]
-        holder, _, _ = self.tables[first_table]
-        names = []
-        for k, name in changed:
-            _, prefix, _ = self.tables[k]
-            names.append(prefix + name)
+        holder = self.tables[first_table].holder
+        names = [self.tables[k].prefix + name for k, name in changed]
         raise ActorError(
             f"{type(holder).__name__} changed while a lane collected",
             lane=self.lane,
@@ -521,7 +540,8 @@ class StagedRows(Rows):
     Args:
         state: an example, numpy [B, ...]
         answer: an example (act, hx, info), torch [1, B, ...], with `hx` [layers, B, ...]
-        n_steps: number of steps wanted; `n` is smaller if the rows take too much memory
+        n_steps: number of steps wanted. The attribute `n` is the number for which there are rows.
+            It is smaller if the rows would take too much memory
     """
 
     # Maximum number of steps
@@ -590,13 +610,17 @@ class StagedRows(Rows):
 class TorchEngine:
     """Calls an actor on the rows in which its environments step.
 
+    Like every engine, it is used in this order: `load`, which reads the current weights; `begin`
+    before some steps; `answer` in each step, and after it `renew` if an episode ended; and `end`
+    after these steps.
+
     Args:
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks, torch [1, B, ...]
     """
 
     name = "torch"
-    why = ""
-    most = Rows.MANY
+    why = ""  # the reason why 'auto' chose torch; empty: 'auto' did not choose it
+    most = Rows.MANY  # maximum number of steps after one `begin`
 
     def __init__(self, ask: Callable):
         self.ask = ask

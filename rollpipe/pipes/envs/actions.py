@@ -113,7 +113,7 @@ _ANSWERS = {
 
 
 def tuple_of(answer: Any, n: int, method: str, expected: str) -> Any:
-    """Return `answer`, which must be a tuple or list of `n` values, else raise `EnvError`.
+    """Return `answer`. Raises `EnvError` unless it is a tuple or list of `n` values.
 
     Args:
         answer: the result of a method of several environments
@@ -234,7 +234,7 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
     kinds = "f" if space.dtype.kind == "f" else "iub"
 
     # Integers must be within their limits. Floats are clipped to the bounds of a Box, if any of
-    # these is finite.
+    # these is finite. `bounds_of_one` are those of one action, and `bounds` those in use.
     is_box = isinstance(space, gym.spaces.Box)
     low, high = (None, None) if is_box else limits(space)
     bounds = bounds_of_one = None

@@ -137,10 +137,12 @@ def _part(answer, leaf, agent):
 
 # %% ../../../nbs/pipes/10_envs/10_agents.ipynb #f97ed710
 class Agents(gym.vector.VectorEnv):
-    """The agents of parallel environments (PettingZoo) as one vector environment
-    `[copies * n_agents]`, all agents of the first copy first.
+    """The agents of parallel environments (PettingZoo) as one vector environment.
 
-    A copy is reset when none of its agents is left. Each copy gets a seed of its own at the first
+    Each of the `copies` of the environment has `n_agents` agents. Each agent has one of the
+    `copies * n_agents` columns of the vector: those of the first copy come first. An agent whose
+    episode has ended rests, which means that its actions are ignored, until its copy is reset. A
+    copy is reset when none of its agents is left. Each copy gets a seed of its own at the first
     reset. A wrapper that counts steps, such as `RecordEpisodeStatistics`, also counts the steps in
     which an agent rests.
 
@@ -225,7 +227,8 @@ class Agents(gym.vector.VectorEnv):
         acts = self._action_rows(actions)
         n = self.num_envs
         rew = [0.0] * n
-        ends = np.zeros((2, n), bool)  # where an agent terminated, and where it was truncated
+        terminations = np.zeros(n, bool)
+        truncations = np.zeros(n, bool)
         infos = [{} for _ in range(n)]
         final = np.full(n, None, object)
         for c, env in enumerate(self.copies):
@@ -241,15 +244,14 @@ class Agents(gym.vector.VectorEnv):
                 self._put(obs_of, agent, b)
                 try:
                     rew[b] = own(_part(rew_of, "rew", agent))
-                    over = [
-                        own(_part(terminated_of, "terminated", agent)),
-                        own(_part(truncated_of, "truncated", agent)),
-                    ]
+                    terminated = own(_part(terminated_of, "terminated", agent))
+                    truncated = own(_part(truncated_of, "truncated", agent))
                     if info_of:
                         infos[b] = own(_part(info_of, "info", agent))
-                    ended = is_end(*over)
+                    ended = is_end(terminated, truncated)
                     if ended:
-                        ends[:, b] = over
+                        terminations[b] = terminated
+                        truncations[b] = truncated
                         final[b] = nested.map(np.array, nested.getitem(self._obs, b))
 
                     # An agent must stay in `agents` until its episode ends, and no longer.
@@ -268,8 +270,11 @@ class Agents(gym.vector.VectorEnv):
                 self._seat(c, obs_of, acting)
             else:
                 self._begin(c)
-        infos = dict(agents=infos, final_obs=final) if ends.any() else dict(agents=infos)
-        return nested.map(np.copy, self._obs), scalar_rewards(rew), ends[0], ends[1], infos
+        all_infos: dict[str, Any] = dict(agents=infos)
+        if terminations.any() or truncations.any():
+            all_infos["final_obs"] = final
+        obs = nested.map(np.copy, self._obs)
+        return obs, scalar_rewards(rew), terminations, truncations, all_infos
 
     def _columns(self, c):
         "Pairs `(column, agent)` of copy `c`."

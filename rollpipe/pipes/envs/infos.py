@@ -262,11 +262,11 @@ class SingleInfos(InfoRecorder):
             infos = self._dicts(infos)
         # `any` is fast, and most infos are empty.
         if any(infos) and self.is_news(chain.from_iterable(infos)):
-            self._begin(infos)
+            self._begin_new(infos)
         self.begun = True
         columns = {}
         for key in self.like:
-            self._read(columns, key, infos, valid)
+            self._put_one(columns, key, infos, valid)
         return columns
 
     def _dicts(self, infos):
@@ -278,7 +278,7 @@ class SingleInfos(InfoRecorder):
                 )
         return [dict(info) for info in infos]
 
-    def _begin(self, infos):
+    def _begin_new(self, infos):
         """Record or leave out infos that have not appeared before.
 
         The first environment that reports an info defines its shape and dtype.
@@ -302,7 +302,7 @@ class SingleInfos(InfoRecorder):
                 left_out[key] = why
         self.say(left_out, self.LEFT_OUT)
 
-    def _read(self, columns, key, infos, valid):
+    def _put_one(self, columns, key, infos, valid):
         "Put the info `key` into `columns`."
         # A fast path, because most infos are there at every step.
         if key not in self.masked:
@@ -437,19 +437,15 @@ class VectorInfos(InfoRecorder):
         # Infos that have not appeared before, and then a column for each info
         for source, among in sources:
             if self.is_news(source):
-                self._begin(source, among)
+                self._begin_new(source, among)
         self.begun = True
         columns = {}
         for key in self.like:
-            self.put(
-                columns,
-                key,
-                *self._read(key, sources),
-                valid,
-            )
+            column, has_info = self._joined_column(key, sources)
+            self.put(columns, key, column, has_info, valid)
         return columns
 
-    def _begin(self, infos, among):
+    def _begin_new(self, infos, among):
         """Record or leave out infos that the environments `among` report and that have not appeared
         before.
         """
@@ -477,10 +473,10 @@ class VectorInfos(InfoRecorder):
         except RecursionError:
             raise _endless(key, value) from None
 
-    def _read(self, key, sources):
-        """The column of the info `key`, and a mask of the environments that have reported it.
+    def _joined_column(self, key, sources):
+        """The column of the info `key`, and a mask of the environments that have reported the info.
 
-        The column is None if none has.
+        If no environment has, the column is None.
         """
         column = None
         in_column = np.zeros(self.n, bool)

@@ -93,8 +93,8 @@ class KeptEnv:
         # Only numbers are compared among the infos.
         *answer, infos = played.step(copy.deepcopy(argument))  # an environment may change it
         bits = {}
-        for part, x in zip(("obs", "reward", "terminated", "truncated", "final_obs"), answer):
-            bits.update(bits_of(x, part))
+        for field, x in zip(("obs", "reward", "terminated", "truncated", "final_obs"), answer):
+            bits.update(bits_of(x, field))
         for path, x in bits_of(_recorded(infos, self.info_keys), "info"):
             if x[0][1] in "biuf":  # the kind in its dtype, 'f' in '<f8'
                 bits[path] = x
@@ -114,17 +114,17 @@ class KeptEnv:
             more: number of steps after the end of the episode
             deadline: time of `time.monotonic()` after which the remaining steps are left out
         """
-        done = []
+        calls = []
 
         def step():
             action = draw()
             bits, ended = self.do("step", action)
-            done.append(("step", action, bits))
+            calls.append(("step", action, bits))
             return ended
 
         def reset(**arguments):
             bits, _ = self.do("reset", arguments)
-            done.append(("reset", arguments, bits))
+            calls.append(("reset", arguments, bits))
 
         def step_and_reset(must_end):
             """Take a step, and reset where it ended an episode.
@@ -143,11 +143,11 @@ class KeptEnv:
             return ended, is_late
 
         def finished_early():
-            "All steps, when the time is over."
+            "Return all calls, because the time is over."
             # A single environment was just reset. One more step shows the beginning of an episode.
             if self.single:
                 step()
-            return done
+            return calls
 
         # Up to `n` steps, until an episode ends
         for k in range(n):
@@ -163,16 +163,16 @@ class KeptEnv:
             _, is_late = step_and_reset(must_end=False)
             if is_late:
                 return finished_early()
-        return done
+        return calls
 
-    def repeat(self, done: list, between: Callable | None = None) -> None:
+    def repeat(self, calls: list, between: Callable | None = None) -> None:
         """Repeat resets and steps. Raises `EnvError`, which names the first answer that differs.
 
         Args:
-            done: the result of `play`
+            calls: the result of `play`
             between: function that is called before each reset and step. Infos are then not compared
         """
-        for t, (name, argument, bits) in enumerate(done):
+        for t, (name, argument, bits) in enumerate(calls):
             if between is not None:
                 between()
             answer, _ = self.do(name, argument)
@@ -264,12 +264,12 @@ class _AllWays:
         return answers
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #4809fa9d
-# The test consists of parts. Each part continues to the end of an episode, and then takes this
-# number of steps of the next episode.
-_EXTRA = 20, 1, 7, 0, 3, 20, 20
-# The state is taken after this number of parts. A new environment continues from the state without
-# these parts, so the test notices if the state lacks something.
-_KEPT = 2
+# The test consists of parts. Each part continues to the end of an episode, and then takes so many
+# steps of the next episode.
+_MORE_STEPS = 20, 1, 7, 0, 3, 20, 20
+# The state is taken after this number of parts. A new environment, which has not taken these parts,
+# continues from the state. So the test notices if the state lacks something.
+_N_PARTS_BEFORE = 2
 
 
 def _close_all(envs):
@@ -278,11 +278,21 @@ def _close_all(envs):
         close_env(env, type(getattr(env, "unwrapped", env)).__name__)
 
 
-def _played(env, first, ways, n_steps, seconds, info_keys, extra=_EXTRA):
+def _played(env, first_reset, ways, n_steps, seconds, info_keys, more_steps=_MORE_STEPS):
     """Take random actions in a new environment, in parts.
 
-    Returns its `KeptEnv`, the list of the parts, a dict way -> state after `_KEPT` parts, and a
-    dict way -> error, for the ways that failed.
+    Returns its `KeptEnv`, the list of the parts (each a list of calls, as `KeptEnv.play` returns
+    it), a dict way -> state after `_N_PARTS_BEFORE` parts, and a dict way -> error, for the ways
+    that failed.
+
+    Args:
+        env: a new environment
+        first_reset: keyword arguments of its first reset
+        ways: names of the keepers that keep it
+        n_steps: maximum number of steps until the end of an episode
+        seconds: time after which no more random actions are taken [s]
+        info_keys: names of the infos that are compared; None: all numeric infos
+        more_steps: for each part, the number of steps after the end of the episode
     """
     _seed_all(0)
     running = KeptEnv(env, Keeper("none"), info_keys)
@@ -294,14 +304,14 @@ def _played(env, first, ways, n_steps, seconds, info_keys, extra=_EXTRA):
     states = {}
 
     # The first part begins with the reset.
-    bits, _ = running.do("reset", first)
-    done = [("reset", first, bits)]
-    for i, more in enumerate(extra):
-        if i >= _KEPT:
+    bits, _ = running.do("reset", first_reset)
+    calls = [("reset", first_reset, bits)]
+    for i, more in enumerate(more_steps):
+        if i >= _N_PARTS_BEFORE:
             _seed_all(i)
-        parts.append(done + running.play(draw, n_steps, more, deadline))
-        done = []
-        if i + 1 == _KEPT:
+        parts.append(calls + running.play(draw, n_steps, more, deadline))
+        calls = []
+        if i + 1 == _N_PARTS_BEFORE:
             states = all_ways.states()
             running.kept = Keeper("none").begin(env)
     return running, parts, states, all_ways.failed
@@ -310,12 +320,17 @@ def _played(env, first, ways, n_steps, seconds, info_keys, extra=_EXTRA):
 def _check(one, state, parts):
     """Raise an exception unless a new environment continues exactly from kept states.
 
-    The first state is `state`, and the others are its own states after each later part.
+    Args:
+        one: `KeptEnv` of a new environment, kept in the way that is tested. It gets `state` before
+            its first part. Before each later part it gets the state that it had itself after the
+            part before, unless the way repeats actions
+        state: state of the environment that took the parts, after `_N_PARTS_BEFORE` parts
+        parts: from `_played`
     """
     repeats_actions = isinstance(one.kept, KeptActions)
     _seed_all(100)
-    for i in range(_KEPT, len(parts)):
-        if i == _KEPT or not repeats_actions:
+    for i in range(_N_PARTS_BEFORE, len(parts)):
+        if i == _N_PARTS_BEFORE or not repeats_actions:
             one.kept.restore(state)
 
             # The way 'replay (episode)' is to repeat the present episode alone. If `restore` has
@@ -337,9 +352,10 @@ def _check(one, state, parts):
 def _disturbance(running, one, parts, start, make, envs):
     """Find whether two environments of a process disturb one another.
 
-    The environment `one` repeats the parts from `start` on, while `running` takes steps in between.
-    Returns the first difference in the answers, or None. A difference that also appears if a new
-    environment repeats all parts alone does not count.
+    The environment `one` repeats the parts from number `start` on, and before each of its calls,
+    the environment `running`, which took these parts first, takes a step. Returns the first
+    difference in the answers of `one`, or None. A difference that also appears if a new environment
+    repeats all parts alone does not count.
     """
     draw = sampler(running.env, 1)
 
@@ -393,15 +409,15 @@ def _ways(env):
     return [("own",), tuple(others)] if has_own else [tuple(others)]
 
 
-def _n_steps(part):
+def _count_steps(part):
     return sum(name == "step" for name, *_ in part)
 
 
 def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
     """Test all ways to keep an environment.
 
-    Returns the `Keeper`, and the error of the last way, if other environments in the process may be
-    the reason of this error. Otherwise, and if a way is exact, None stands in its place.
+    Returns `(keeper, suspect)`. If no way is exact, and other environments in the process may be
+    the reason for which the last way failed, `suspect` is the error of that way. Else it is None.
 
     Args:
         make: makes a new environment
@@ -409,7 +425,7 @@ def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
         why_one: why a process is assumed to have only one environment at a time. Then each
             environment is closed before the next one is made. None: find out whether a process can
             have several
-        seed: see `keeper_for`, and so the others
+        seed: as for `keeper_for`, like `n_steps`, `seconds` and `info_keys`
     """
     only = why_one  # set below, if a second environment cannot be made
 
@@ -437,9 +453,9 @@ def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
         "An environment that no way has used yet."
         return unused.pop() if unused else new()
 
-    first = seed(env) if callable(seed) else dict(seed=seed)
+    first_reset = seed(env) if callable(seed) else dict(seed=seed)
     failed = {}
-    # The error of the last way that failed; None: other environments are not the reason of it.
+    # The error of the last way that failed; None: other environments are not the reason for it
     suspect = None
     groups = _ways(env)
     if not groups:
@@ -453,21 +469,20 @@ def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
             start = time.perf_counter()
             running, parts, states, broken = _played(
                 env,
-                first,
+                first_reset,
                 ways,
                 n_steps,
                 seconds,
                 info_keys,
             )
-            step_seconds = (time.perf_counter() - start) / sum(map(_n_steps, parts))
+            step_seconds = (time.perf_counter() - start) / sum(map(_count_steps, parts))
         except Exception as e:
             suspect = describe_exception(e)
             failed |= dict.fromkeys(ways, suspect)
             continue
 
-        # Another environment continues from its state. The first way that is exact is chosen. The
-        # last part is left for `_disturbance`: there `one` repeats it, in turn with steps of the
-        # first environment.
+        # For each way, a new environment `one` continues from the state of the first environment.
+        # The first way that is exact is chosen. The last part is left for `_disturbance`.
         for name in ways:
             if name in broken:
                 failed[name] = broken[name]
@@ -531,7 +546,7 @@ def keeper_for(
         _close_all(envs)
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #11ec9041
-def _beside(make, envs):
+def _test_two(make, envs):
     """Test whether a process can have several environments, and whether they disturb one another.
 
     Returns a `Keeper` that keeps nothing, for its property `alone`.
@@ -550,15 +565,16 @@ def _beside(make, envs):
     # One environment takes steps alone. The other one repeats them, in turn with the first one.
     running, parts, *_ = _played(
         env,
-        dict(seed=1),
-        (),
-        30,
-        0.5,
-        None,
-        (20,),
+        first_reset=dict(seed=1),
+        ways=(),
+        n_steps=30,
+        seconds=0.5,
+        info_keys=None,
+        more_steps=(20,),
     )
     one = KeptEnv(other, Keeper("none"))
-    return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, envs))
+    disturbed = _disturbance(running, one, parts, 0, make, envs)
+    return Keeper("none", disturbed=disturbed)
 
 
 # The results of `why_alone` for ids: key of a factory -> (the registration of its id at the time of
@@ -597,7 +613,7 @@ def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:
         envs = []
         try:
             with _undisturbed():
-                keeper = _beside(factory, envs)
+                keeper = _test_two(factory, envs)
         except Exception:
             return None
         finally:

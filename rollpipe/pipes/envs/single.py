@@ -43,9 +43,15 @@ class RestingEnv:
 
 
 class Sticky:
-    """Decides which `envs` act.
+    """Decides which environments act, and which rest.
 
     An environment whose episode ended rests until the number of steps is a multiple of `period`.
+    For example, with `period=4`, an environment whose episode ends with step 2 rests in the steps 3
+    and 4, and acts again in step 5.
+
+    Args:
+        envs: the environments, in a list whose items may be replaced later
+        period: number of steps
     """
 
     def __init__(self, envs: list, period: int):
@@ -56,7 +62,7 @@ class Sticky:
 
     def begin(self) -> None:
         "Begin a new period, in which all environments act."
-        # At each index, the environment, or its `RestingEnv` if it rests
+        # The object to step for each environment: itself, or its `RestingEnv` if it rests
         self.acting = list(self.envs)
         # Indices of the environments that rest
         self.resting = []
@@ -239,6 +245,8 @@ class EnvBatch(Batch):
                 n,
                 clip_actions,
             )
+            # Shape and dtype of an observation that is one array. Without them, `_play` never takes
+            # its fast path.
             like = self._obs_like
             self._form = (like.shape, like.dtype) if isinstance(like, np.ndarray) else (None, None)
             self._infos = SingleInfos(
@@ -379,7 +387,7 @@ class EnvBatch(Batch):
 
         # Local names, because the loop must be fast
         like = self._obs_like
-        (shape, dtype) = self._form
+        shape, dtype = self._form
         buffer = row.leaves[0]
         final = {}
         ended = []
@@ -418,17 +426,17 @@ class EnvBatch(Batch):
             raise env_failure(call, b, e) from e
         return final, ended, rews, infos
 
-    # The steps since the last call begin in row `begin`, so they have written the rows from
-    # `begin + 1` to `end - 1`.
     def settle(self, rows: Rows, begin: int) -> None:
+        # The steps since the last call begin in row `begin`, so they have written the rows from
+        # `begin + 1` to `end - 1`.
         rewards = list(self._unchecked.values())  # of each step
         self._unchecked = {}
         end = begin + 1 + len(rewards)
         if "stepno" not in rows.reads:
             write_step_numbers(rows.state.stepno[begin:end], rows.state.fin[begin:end])
 
-        # Write and check all steps at once. This is done if there is no error. For a single step it
-        # would be no faster.
+        # Write and check all steps at once, and return if they are without error. For a single step
+        # this would be no faster.
         if len(rewards) > 1:
             out = rows.state.rew[begin + 1 : end]
             are_written = "rew" in rows.reads or _put_all(rewards, out)

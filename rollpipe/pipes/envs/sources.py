@@ -98,8 +98,8 @@ def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
 def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
     """Make one factory for each environment, or one for all environments of a vector.
 
-    Raises `EnvError` as `env_factories` does. It also raises it if an instance occurs twice, or
-    would have to be repeated for `n_envs`.
+    Raises `EnvError` as `env_factories` does, and if an instance occurs twice, or would have to be
+    repeated for `n_envs`.
 
     Args:
         source: gymnasium id, factory, environment instance, or a list of those
@@ -258,8 +258,11 @@ class Acting:
             self.refuse_copies("each process", "another process", **where)
 
     def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
-        """The loaders of torch and torchdata call this in their processes, unless they divide
-        `Lanes` below this pipe among them: `Divided.divide` then hides this method.
+        """Store the number of processes among which a loader divides this pipe.
+
+        The loaders of torch and torchdata call this in each of their processes. They do not call it
+        if there are `Lanes` below this pipe, which they divide instead: `Lanes` then hides this
+        method (`Divided.divide`).
         """
         self.n_processes = num_of_instances
 

@@ -329,10 +329,11 @@ def _by_agent(infos, valid):
 class LostEnds:
     """Notices a vector whose last observations always equal the first ones of the next episodes.
 
-    They are compared bit for bit. An environment may also end where it begins, as a clock does, or
-    not move at all. So an end of an episode counts only if two observations differ from it: the
-    observation one step before, and the first observation of the episode. An environment whose
-    `reset` changes nothing cannot be distinguished from such a vector.
+    Both observations are compared bit for bit. They may also be equal because an environment ends
+    where it begins, as a clock does, or never moves. So an end of an episode counts only if its
+    last observation differs from two others: the observation one step before, and the first
+    observation of the episode. An environment whose `reset` changes nothing cannot be distinguished
+    from such a vector.
 
     Args:
         like: arrays `[B, ...]` as announced by the space
@@ -343,27 +344,27 @@ class LostEnds:
     def __init__(self, like: Any):
         self.names = nested.paths(like, "obs")
         # Leaves [B, ...] of the first observations of the present episodes
-        self.before = [x.copy() for x in nested.leaves(like)]
-        n_envs = len(self.before[0])
+        self.first_obs = [x.copy() for x in nested.leaves(like)]
+        n_envs = len(self.first_obs[0])
         # [leaves, B]: how many ends look lost; -inf once an end was found that is not
         self.counts = np.zeros((len(self.names), n_envs))
 
-    def find(self, at: list, last: Any, first: list, previous: list) -> tuple | None:
+    def find(self, at: list, last: Any, next_first: list, previous: list) -> tuple | None:
         """`(environment, leaf)` whose last observations look lost; None: there is none.
 
         Args:
             at: the `K` environments whose episodes have ended
             last: their last observations `[K, ...]`
-            first: leaves `[B, ...]` of the observations after the reset
+            next_first: leaves `[B, ...]` of the observations after the reset
             previous: leaves `[B, ...]` of the observations one step before
         """
         # Three comparisons with the first observation of the next episode, bool [leaves, K]: is the
         # last observation equal to it, does the observation one step before differ from it, and
         # does the first observation of the ended episode differ from it?
-        first = [x[at] for x in first]
-        is_equal = _equal_rows(nested.leaves(last), first)
-        has_moved = ~_equal_rows([x[at] for x in previous], first)
-        is_new = ~_equal_rows([x[at] for x in self.before], first)
+        next_first = [x[at] for x in next_first]
+        is_equal = _equal_rows(nested.leaves(last), next_first)
+        has_moved = ~_equal_rows([x[at] for x in previous], next_first)
+        is_new = ~_equal_rows([x[at] for x in self.first_obs], next_first)
 
         # If one last observation differs, the leaf is trusted from now on: its count is -inf.
         counts = self.counts[:, at] + (has_moved & is_new)
@@ -372,7 +373,7 @@ class LostEnds:
             counts,
             -np.inf,
         )
-        for x, y in zip(self.before, first):
+        for x, y in zip(self.first_obs, next_first):
             x[at] = y
 
         places = np.argwhere(self.counts >= self.ENOUGH).tolist()
@@ -391,8 +392,8 @@ class VectorBatch(Batch):
     """The environments of one vector environment as a batch.
 
     Results are checked against the spaces of one environment, and observations are stored in the
-    dtype of their space. Agents that rest (`Agents.resting`) make no transition. Arguments without
-    an entry are those of `EnvBatch`.
+    dtype of their space. The vector may be an `Agents`, whose columns are agents. Those that rest
+    (`Agents.resting`) make no transition. Arguments without an entry are those of `EnvBatch`.
 
     Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is known, the index
     of the environment, and `SpaceError` for a space without a fixed-size array form.
@@ -419,17 +420,17 @@ class VectorBatch(Batch):
         self.vec_name = name or type(vec).__name__
         self.claim = Claim()
         # The `Kept` of the vector, which saves and restores its state; None: it is not kept
-        self.one = None if keeper is None else keeper.begin(vec)
+        self.kept_vector = None if keeper is None else keeper.begin(vec)
         self.agents = _agents_in(vec)
         try:
-            self.vector = CheckedVector(vec, seed, self.claim)
-            # It has claimed and checked the vector itself. From now on, it steps what `played`
-            # returns: a `Played`, which reports resets and steps to `self.one`, if the vector is
-            # kept by repeating them; otherwise the vector itself.
-            self.vector.vec = played(vec, self.one, keeper)
+            self.checked = CheckedVector(vec, seed, self.claim)
+            # `CheckedVector` has claimed and checked the vector itself. From now on, it steps what
+            # `played` returns. If the vector is kept by repeating its resets and steps, this is a
+            # `Played`, which reports them to `self.kept_vector`; otherwise it is the vector itself.
+            self.checked.vec = played(vec, self.kept_vector, keeper)
             self._prepare(
                 *spaces_of(vec),
-                self.vector.n,
+                self.checked.n,
                 clip_actions,
             )
             kind = VectorInfos if self.agents is None else SingleInfos
@@ -442,12 +443,12 @@ class VectorBatch(Batch):
             core = getattr(vec, "unwrapped", vec)
             known = gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv
             keeps_ends = self.agents is not None or isinstance(core, known)
-            is_watched = self.vector.mode == "SameStep" and not keeps_ends
+            is_watched = self.checked.mode == "SameStep" and not keeps_ends
             self._lost_ends = LostEnds(self._obs_spec) if is_watched else None
 
             # Two cases in which the statistics of gymnasium's wrapper would be wrong
             version = tuple(map(int, gym.__version__.split(".")[:2]))
-            if self._infos.of_ends and self.vector.mode == "SameStep" and version < (1, 4):
+            if self._infos.of_ends and self.checked.mode == "SameStep" and version < (1, 4):
                 raise EnvError(
                     f"RecordEpisodeStatistics of gymnasium {gym.__version__} misses a step of each "
                     "episode",
@@ -455,7 +456,7 @@ class VectorBatch(Batch):
                     expected="gymnasium 1.4 or later, NextStep, or `EpisodeStats`",
                     got="SameStep",
                 )
-            if self._infos.of_ends and keeps_ends and self.vector.mode == "Disabled":
+            if self._infos.of_ends and keeps_ends and self.checked.mode == "Disabled":
                 raise EnvError(
                     "RecordEpisodeStatistics forgets the episodes of all environments when one "
                     "begins anew",
@@ -484,7 +485,7 @@ class VectorBatch(Batch):
 
     def reset_into(self, row: Row) -> None:
         with self._naming(self.vec_name):
-            self.vector.reset(row)
+            self.checked.reset(row)
 
         # All environments were reset just now, so the next step resets none.
         nobody = np.zeros(len(self), bool)
@@ -493,11 +494,11 @@ class VectorBatch(Batch):
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
         actions = self.actions(array)
-        step = rows.rows[t + 1]
+        row = rows.rows[t + 1]
         with self._naming(self.vec_name):
-            rew, ends, infos = self.vector.step(actions, step)
-            self._check_obs(step)
-            self._check_rewards(step, rew)
+            rew, ends, infos = self.checked.step(actions, row)
+            self._check_obs(row)
+            self._check_rewards(row, rew)
 
             # Four masks [B]:
             # - `ends`: this step ended an episode. `_final` and the infos need it.
@@ -508,9 +509,9 @@ class VectorBatch(Batch):
             valid = self._all
             over = ends
             final = {}
-            if self.vector.mode == "NextStep" or self.agents is not None:
+            if self.checked.mode == "NextStep" or self.agents is not None:
                 if np.count_nonzero(self._resetting):
-                    valid, over = self._without_resets(step, ends)
+                    valid, over = self._without_resets(row, ends)
                 self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
             if self.agents is None:
@@ -521,7 +522,7 @@ class VectorBatch(Batch):
                 # The infos are recorded before, because `_final` may reset environments.
                 final = self._final(
                     rows.rows[t],
-                    step,
+                    row,
                     ends,
                     infos,
                 )
@@ -532,11 +533,11 @@ class VectorBatch(Batch):
         np.add(
             rows.rows[t].stepno,
             1,
-            out=step.stepno,
+            out=row.stepno,
         )
-        np.copyto(step.fin, over)
+        np.copyto(row.fin, over)
         if ended:
-            step.stepno[over] = 0  # indexing with a mask is faster than with a list
+            row.stepno[over] = 0  # indexing with a mask is faster than with a list
         if final:
             self._check_final(final)
         return final, ended, info, valid
@@ -544,18 +545,18 @@ class VectorBatch(Batch):
     def get_state(self) -> dict:
         "See `Batch`."
         return dict(
-            env=self._kept(self.one).state(),
+            env=self._kept(self.kept_vector).state(),
             resetting=self._resetting,
             infos=self._infos.get_state(),
         )
 
     def set_state(self, state: dict) -> None:
         "See `Batch`."
-        self._kept(self.one).restore(state["env"])
+        self._kept(self.kept_vector).restore(state["env"])
         self._resetting = state["resetting"]
         self._infos.set_state(state["infos"])
 
-    def _without_resets(self, step, ends):
+    def _without_resets(self, row, ends):
         """`(valid, over)` of a step in which some environments were reset, or some agents rested.
 
         For these, `valid` is False, because they made no transition, and `over` is True again.
@@ -568,27 +569,27 @@ class VectorBatch(Batch):
                 expected="the autoreset mode NextStep, as the metadata say",
                 got="terminated or truncated",
             )
-        step.rew[self._resetting] = 0
+        row.rew[self._resetting] = 0
         return ~self._resetting, ends | self._resetting
 
-    def _final(self, before, step, ends, infos):
+    def _final(self, row_before, row, ends, infos):
         """Environment -> true last observation, where truncated.
 
         In the mode 'Disabled' this also resets the environments in `ends`.
         """
-        at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
+        at = (ends if self.terminal_obs else ends & ~row.term).nonzero()[0].tolist()
 
         # The observations are copied, because the reset below may overwrite them.
         if not at:
             final = ()
-        elif self.vector.mode == "SameStep":
+        elif self.checked.mode == "SameStep":
             final = final_observations(infos, at, self._obs_spec)
-            self._notice_lost_ends(at, final, step.leaves, before.leaves)
+            self._notice_lost_ends(at, final, row.leaves, row_before.leaves)
         else:
-            final = nested.getitem(step.obs, at)
-        if self.vector.mode == "Disabled":
-            self.vector.reset_some(ends, step)
-            self._check_obs(step)
+            final = nested.getitem(row.obs, at)
+        if self.checked.mode == "Disabled":
+            self.checked.reset_some(ends, row)
+            self._check_obs(row)
         return {b: nested.getitem(final, k) for k, b in enumerate(at)}
 
     def _notice_lost_ends(self, *answers):
@@ -642,7 +643,7 @@ def env_batch(
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
     """
-    # Options of both kinds of batches, and those with the options of single environments
+    # `options` are for both kinds of batches. An `EnvBatch` takes two more.
     factory = factories[0]
     options = dict(
         info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where

@@ -120,10 +120,11 @@ class _Gif:
         # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
         self.duration = max(20, round(1000 / fps))
         self.last_image = None  # the picture of the last frame
-        # The last frame, which is not written yet: the part of the picture that has changed, and
-        # the place of this part. Equal frames that follow only make it longer.
+        # The last frame, which is not written yet, as `(part, place)`: the part of the picture that
+        # has changed, and where this part is. It waits, because equal pictures that follow make the
+        # same frame longer.
         self.waiting: Any = None
-        self.milliseconds = 0  # duration of this frame
+        self.milliseconds = 0  # duration of the frame that waits
 
     def append_data(self, frame: np.ndarray) -> None:
         from PIL import GifImagePlugin, Image, ImageChops
@@ -208,8 +209,7 @@ class _Filmed(gym.Wrapper):
 
 # %% ../../../nbs/pipes/10_envs/09_watching.ipynb #29717dab
 def check_film(path: str | Path) -> None:
-    """Raise, before any work, the `DataError` or `ImportError` that a `FilmRecorder` would raise
-    later.
+    """Raise the `DataError` or `ImportError` that a `FilmRecorder` would otherwise raise later.
 
     Args:
         path: file to write
@@ -341,8 +341,8 @@ class _Shown(gym.Wrapper):
 
         If no environment has imported pygame, there is no window to watch.
         """
-        # If pygame fails and has no display any more, the user has closed the window, or it could
-        # never be opened.
+        # If pygame fails and has no display any more, the user has closed the window, or the window
+        # could never be opened.
         try:
             out = call(*args, **kwargs)
         except Exception as e:

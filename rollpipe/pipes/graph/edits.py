@@ -31,7 +31,8 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
 
     Args:
         labels: texts of the nodes, sources first
-        edges: for every node `[(source, first), ...]`, see `Drawing`
+        edges: for every node, `[(source, first), ...]`: the number of each node that it reads; and
+            is that node drawn here? Otherwise it is drawn elsewhere, and only referred to here
         marked: indices of the nodes that are pointed out
         notes: for every node its notes, a list of texts
         word: stands after an arrow in the lines of marked nodes
@@ -100,7 +101,11 @@ def _layers(edges):
     shows a point of the edge.
 
     Returns a list of layers, each `{slot: [slots that it feeds]}`, and a list with the layer of
-    each node.
+    each node. For example, if node 1 reads node 0, and node 2 reads both, the layers are
+
+        0    {(2, 0): []}
+        1    {(0, 1): [(2, 0)], (1, 1): [(2, 0)]}    (0, 1) is a point of the edge from 0 to 2
+        2    {(0, 2): [(0, 1), (1, 1)]}
     """
     # A source stands above all nodes that read it.
     layer_of = [0] * len(edges)
@@ -187,11 +192,10 @@ def _line(x, y, text) -> str:
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #2cbfd130
 def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
-    """The picture; the arguments of a label stand below its name, then its notes, and `word` if it
-    is marked.
+    """The picture. The arguments are the fields of `Drawing`.
 
-    `waits` are texts for the edges that leave each node, and `caption` has lines that stand below
-    the graph.
+    A box has the name of the pipe in its first line. Below stand the arguments of the pipe, its
+    notes and, if the pipe is marked, `word`.
     """
     # The texts in the boxes: name, arguments, notes
     rows = []
@@ -411,10 +415,10 @@ def short_repr(pipe: IterDataPipe) -> str:
             shown[name] = reprlib.repr(value)
     config = ", ".join(f"{name}={text}" for name, text in shown.items())
 
-    name = type(pipe).__name__
+    class_name = type(pipe).__name__
     # torch's pipes have names such as IterableWrapperIterDataPipe.
-    short = name.removesuffix("IterDataPipe").removesuffix("MapDataPipe")
-    return f"{short or name}({config})"
+    short = class_name.removesuffix("IterDataPipe").removesuffix("MapDataPipe")
+    return f"{short or class_name}({config})"
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #bd6b1c4a
 def _matcher(where):
@@ -520,7 +524,7 @@ def _copied(pipe, memo):
     cls: Any = type(pipe)
     new = cls.__new__(cls)
     state = pipe.__getstate__()
-    if hasattr(type(pipe), "__setstate__"):
+    if hasattr(cls, "__setstate__"):
         new.__setstate__(_mapped(copy.copy(state), memo))
     else:
         vars(new).update(_mapped(state, memo))
@@ -631,7 +635,10 @@ def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> I
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #84fb8750
 def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
-    "The graph without the one pipe that matches `where`; its readers read its one source."
+    """The graph without the one pipe that matches `where`.
+
+    The pipes that read it then read its one input.
+    """
     node = find_one(pipe, where)
     _one_input(pipe, node)  # raises `GraphError` if there is not exactly one
     result, _, _ = _edited(pipe, node, lambda old: inputs(old)[0])
@@ -639,9 +646,11 @@ def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
 
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    """The graph with `make(source)` between the one pipe that matches `where` and its one source.
+    """The graph with a pipe `make(source)` between the pipe that matches `where` and its `source`.
 
-    Other readers of the source still read from the source.
+    Exactly one pipe must match, and have exactly one input, the source.
+
+    Other pipes that read the source still read from the source.
     """
     node = find_one(pipe, where)
     result, new, old = _edited(

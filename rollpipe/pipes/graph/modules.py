@@ -72,12 +72,12 @@ _tokens = ByIdentity()  # object -> token
 
 
 class Handle:
-    """A reference to a module, or any object, that survives pickling: a copy made in this process
-    refers to the same module.
+    """A reference to a module, or any object, that survives pickling.
 
-    In another process a handle refers to a copy of the module, made when the handle was pickled (by
-    cloudpickle, so classes defined in a notebook work). Unpickling there raises `ActorError` if the
-    module could not be pickled.
+    Unpickled in this process, a handle refers to the same module again. Unpickled in another
+    process, it refers to a copy of the module, as that was when the handle was pickled (by
+    cloudpickle, so classes defined in a notebook work). There, unpickling raises `ActorError` if
+    the module could not be pickled.
     """
 
     def __init__(self, module: Any):
@@ -99,9 +99,9 @@ def _register(obj, token):
     _objects[token] = weak_reference(obj, lambda _: _objects.pop(token, None))
 
 
-# A stack of functions. The last one is applied to the object of a handle, and its result is pickled
-# instead of the object. While a worker is started, `crew.pickled_for` pushes a function that copies
-# weights to the host.
+# A stack of functions. When a handle is pickled, the last function is applied to its object, and
+# the result is pickled instead of the object. While a worker process is started, its crew
+# (`pickled_for` in `pipes/workers/crew`) pushes a function that copies weights to the host.
 PICKLED_AS: list = [lambda content: content]
 
 
@@ -136,12 +136,12 @@ _updates = ByIdentity()  # module -> its `_Updates`
 
 
 class _Updates:
-    """The `version` of a module, and the number of in-place changes of its parameters that a
-    `VersionCounter` saw last.
-    """
+    "How often a module was updated."
 
     version: int = 0
-    changes: int | None = None  # None: no `VersionCounter` has looked since the version was set
+    # Number of in-place changes of the parameters when a `VersionCounter` last looked; None: none
+    # has looked since `bump_version` set the version
+    changes: int | None = None
 
 
 def _updates_of(module):
@@ -175,8 +175,8 @@ in_place_changes = operator.attrgetter("_version")  # torch counts in-place chan
 class VersionCounter:
     """Tells the version of `holder`, and counts updates that nobody has reported.
 
-    If parameters have changed since the last call, and `bump_version` has not counted that, the
-    change counts as one more update.
+    If parameters have changed since the last call of `version`, and `bump_version` was not called
+    in between, the change counts as one more update.
 
     Two kinds of changes are missed, because torch does not count them: those through
     `parameter.data`, and those by a fused optimiser of torch
@@ -315,7 +315,7 @@ _NOT_COMPARED = type, torch.nn.Module, torch.nn.Parameter
 def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
     """A summary of `value`. Two summaries are equal (`==`) if `value` has not changed in between.
 
-    None for modules, parameters and functions, whose changes are not noticed.
+    The summary of a module, a parameter or a function is None, so their changes are not noticed.
 
     Args:
         value: value of an attribute
@@ -444,20 +444,21 @@ class torch_threads(ContextDecorator):
     def __enter__(self) -> None:
         self.n_before = torch.get_num_threads()
         self.choose_before = getattr(_blocks, "choose", False)
-        self.within = None if self.unless_chosen and _is_chosen() else self.n
-        if self.within is None:
+        # The number of threads in the block; None: it does not change
+        self.n_within = None if self.unless_chosen and _is_chosen() else self.n
+        if self.n_within is None:
             return
         _blocks.choose = True
-        if self.within != self.n_before:
-            torch.set_num_threads(self.within)
+        if self.n_within != self.n_before:
+            torch.set_num_threads(self.n_within)
 
     # This is a class, because `@contextmanager` sets attributes of an exception that passes
     # through. If an exception allows none, another error would hide it.
     def __exit__(self, *exception: Any) -> None:
-        if self.within is None:
+        if self.n_within is None:
             return
         _blocks.choose = self.choose_before
-        if self.within != self.n_before:
+        if self.n_within != self.n_before:
             torch.set_num_threads(self.n_before)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #09e080d7

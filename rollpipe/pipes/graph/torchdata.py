@@ -26,8 +26,9 @@ from rollpipe.pipes.loading.datapipes import (
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #a7e4279d
 def _of_torchdata():
-    """The names of torchdata's loader, imported without its warning; None if torchdata is missing
-    or has no loader.
+    """The names in the modules of torchdata's loader, as a dict, like those of `_our_own`.
+
+    None: torchdata is missing, or has no loader. The warning of torchdata is suppressed.
     """
     from rollpipe.pipes.loading.loader import torchs_seed
 
@@ -51,7 +52,7 @@ def _of_torchdata():
 
 
 def _our_own():
-    "The names of rollpipe's own loader."
+    "Name -> value in the module of rollpipe's own loader."
     from rollpipe.pipes.loading import loader
 
     return vars(loader)
@@ -98,7 +99,7 @@ def _releasing_loader(base, in_process):
 
 @contextmanager
 def _short_enough():
-    "A block in which Python's `RecursionError` becomes a `GraphError`."
+    "A `with` block in which Python's `RecursionError` becomes a `GraphError`."
     try:
         yield
     except RecursionError as e:
@@ -120,8 +121,10 @@ def _open_loader():
 
 
 def too_long() -> GraphError:
-    """The error for a graph that exceeds Python's recursion limit, because each pipe adds some
-    nested calls when it is pickled or iterated.
+    """The error for a graph with too many pipes in a row.
+
+    Each pipe adds some nested calls when the graph is pickled or iterated, and Python limits their
+    number.
     """
     n_possible = sys.getrecursionlimit() // 6
     return GraphError(

@@ -32,7 +32,10 @@ _NAME = re.compile(r"[0-9a-f]{64}\.chunk")
 
 
 class ChunkFolder:
-    """Chunks of bytes that the checkpoints of one training name.
+    """A folder of the chunks of bytes that the checkpoints of one training name, each in a file.
+
+    The name of a file is the checksum of its content. `write` makes files with temporary names, and
+    `sync` gives them their names when they are on disk.
 
     Args:
         path: a folder, which is made when it is needed
@@ -42,14 +45,15 @@ class ChunkFolder:
         self.path = Path(path)
         # Names of the files that are in the folder
         self.names = {file.name for file in self.path.glob("*.chunk")}
-        # Name -> open file with a temporary name, which gets this name with the next `sync`
+        # Name -> open file, which has a temporary name until the next `sync`
         self.pending: dict = {}
 
     def write(self, data: np.ndarray) -> str:
-        """Write bytes, uint8 `[n]`, to a file that gets its name with the next `sync`.
+        """Write bytes, uint8 `[n]`, to a file, unless the chunk is in one already.
 
-        Returns the name. Raises `OSError`, which names the folder, for example if the disk is full.
-        Then the files that were written since the last `sync` are removed.
+        Returns the name that the file gets with the next `sync`. Raises `OSError`, which names the
+        folder, for example if the disk is full. Then the files that were written since the last
+        `sync` are removed.
         """
         name = _name_of(data)
         if name in self.names or name in self.pending:
@@ -85,7 +89,7 @@ class ChunkFolder:
 
     @contextmanager
     def _clearing(self):
-        "If there is an error in the block, remove the files that wait for `sync`."
+        "A block after whose error the files that wait for `sync` are removed."
         try:
             with names_file(self.path):
                 yield
@@ -179,7 +183,8 @@ class RowChanges:
         self.size = max(1, CHUNK // max(1, rows.itemsize))  # rows in a chunk
         # For each chunk: did it change since it was saved?
         self.changed = np.zeros(0, bool)
-        # For each chunk: the name of its file; None: it has only zeros, or is in no file yet
+        # For each chunk: the name of its file in a `ChunkFolder`; None: the chunk has only zeros,
+        # or is in no file yet
         self.names = []
         self.resize(0, len(rows))
 
@@ -207,8 +212,9 @@ class RowChanges:
 
         Args:
             rows: the array
-            chunks: the folder into which chunks are written that changed, or that it lacks; the
-                caller then calls its `sync`. None: the state has the bytes of the chunks
+            chunks: the folder into which chunks are written, if they changed or the folder lacks
+                them; the caller then calls the folder's `sync`. None: the state has the bytes of
+                the chunks
         """
         saved: list = []
         for k, name in enumerate(self.names):

@@ -127,7 +127,7 @@ def _put_mujoco(data, whole_state):
         begin += n
 
 
-def _get_model(model):
+def _model_checksum(model):
     "A checksum of an `MjModel`, whose numbers a wrapper may change."
     mujoco: Any = importlib.import_module("mujoco")  # an extra
     flat = np.empty(mujoco.mj_sizeModel(model), np.uint8)
@@ -136,7 +136,7 @@ def _get_model(model):
 
 
 def _check_model(model, checksum):
-    if _get_model(model) != checksum:
+    if _model_checksum(model) != checksum:
         raise ValueError("the model of MuJoCo was another one, or it was changed")
 
 
@@ -191,7 +191,9 @@ _HOLDERS = gym.Wrapper, gym.vector.VectorWrapper, gym.vector.SyncVectorEnv
 
 @may_be_new
 class Saved:
-    """The state of an object. A new environment has such an object, and gets the state.
+    """The state of an object that is not copied itself.
+
+    A new environment has an object of the same class, and that object gets the state.
 
     Args:
         kind: name of the object's class, or 'generators' for those of a space
@@ -253,7 +255,10 @@ def spaces_in(space: gym.Space) -> list:
 
 
 def _saved(x, complete):
-    "A copy of the attribute `x`. Raises `TypeError` if it cannot be copied."
+    """What `copies_of` keeps of the attribute `x`: plain data. `complete` is as there.
+
+    Raises `TypeError` if `x` cannot be copied.
+    """
     name = name_of(type(x))
     if isinstance(x, gym.Space):
         return Saved("generators", [copied(y._np_random) for y in spaces_in(x)])
@@ -261,7 +266,7 @@ def _saved(x, complete):
         attributes = {key: copied(y) for key, y in vars(x).items()}
         return Saved(name, attributes)
     if name == MODEL and complete:
-        return Saved(name, _get_model(x))
+        return Saved(name, _model_checksum(x))
     if name in SIMULATORS:
         simulator = SIMULATORS[name]
         lack = simulator.lacks(x) if complete else None
@@ -269,8 +274,8 @@ def _saved(x, complete):
             raise EnvError(lack, got=name)
         return Saved(name, simulator.get(x))
 
-    # A complete copy goes to `capture` at once, which copies the arrays. It must get the arrays of
-    # the environment itself, to see which of them share memory.
+    # The caller passes a complete copy to `capture` at once, which copies the arrays. `capture`
+    # must get the arrays of the environment itself, to see which of them share memory.
     if not complete:
         return copied(x)
     _check_plain(x)
@@ -308,7 +313,7 @@ _CONSTANT = (
 
 
 def is_known(part: Any) -> bool:
-    """Is everything that the next steps depend on in the attributes of `part`, as plain data?
+    """Are the attributes of `part` plain data, and does nothing else decide about its next steps?
 
     This is assumed of the classes of gymnasium, of the Atari emulator and of rollpipe, of
     subclasses of gymnasium's MuJoCo environments, and of environments of tensors. If an attribute
@@ -368,10 +373,10 @@ def copies_of(parts: list, complete: bool = True) -> list:
 
 
 def _put(old, new):
-    """The new value of an attribute: `old` is its present value, and `new` the copied one.
+    """The value that an attribute gets: `old` is its present value, and `new` the copied one.
 
     If both are generators, `old` stays and gets the state of `new`, because other objects may hold
-    it, too. An array is replaced, because `old` may be a constant of a class or module.
+    `old`, too. An array is replaced, because `old` may be a constant of a class or module.
     """
     if type(new) is Saved:
         return _put_saved(old, new)
@@ -411,29 +416,29 @@ def change_noise(parts: list, seed: int) -> None:
     """
     seeds = np.random.SeedSequence(seed)
 
-    def word():
+    def next_seed():
         return int(seeds.spawn(1)[0].generate_state(1)[0])
 
     for part in parts:
-        # A word is drawn for every attribute, also for those that are no generators. So the word of
+        # A seed is drawn for every attribute, also for those that are no generators. So the seed of
         # a generator depends on its place alone.
         values = list(_attributes_in(part).values())
         for space in [x for x in values if isinstance(x, gym.Space)]:
             values += [inner._np_random for inner in spaces_in(space)]
         for x in values:
-            _change_generator(x, word())
+            _change_generator(x, next_seed())
         if name_of(type(part)).endswith(".random_states.EpisodeSeeds"):
-            part.first = word()
+            part.first = next_seed()  # from which it derives the seeds of episodes
 
 
-def _change_generator(x, word):
-    "Give `x` the state that the seed `word` determines, if it is a random generator."
+def _change_generator(x, seed):
+    "If `x` is a random generator, give it the state that `seed` determines."
     if isinstance(x, np.random.Generator):
-        x.__init__(type(x.bit_generator)(word))
+        x.__init__(type(x.bit_generator)(seed))
     elif isinstance(x, (np.random.RandomState, random.Random)):
-        x.seed(word)
+        x.seed(seed)
     elif isinstance(x, torch.Generator):
-        x.manual_seed(word)
+        x.manual_seed(seed)
 
 
 def check_fits(parts: list, copies: list) -> None:
@@ -445,15 +450,15 @@ def check_fits(parts: list, copies: list) -> None:
         parts: parts of the environment, from `env_parts`
         copies: from `copies_of`
     """
-    names = [name_of(type(part)) for part in parts]
+    classes = [name_of(type(part)) for part in parts]
     expected = [x["part"] for x in copies]
-    if names != expected:
+    if classes != expected:
         problem = "the state does not fit this environment"
-        raise EnvError(problem, expected=" of ".join(expected), got=" of ".join(names))
+        raise EnvError(problem, expected=" of ".join(expected), got=" of ".join(classes))
     for part, its_copy in zip(parts, copies):
-        names = {*its_copy["holds"], *its_copy["others"]}
+        known_attributes = {*its_copy["holds"], *its_copy["others"]}
         for key, x in _attributes_in(part).items():
-            if key not in names and not is_constant(x):
+            if key not in known_attributes and not is_constant(x):
                 raise EnvError(
                     "the state lacks an attribute that this environment has",
                     leaf=f"{type(part).__name__}.{key}",
@@ -519,7 +524,7 @@ class EnvChecksum:
         self._numbers = {}  # id of an object -> its number
         self._alive = []  # these objects, so that no other object gets the id of one
         names = [name_of(type(part)) for part in env_parts(env)]
-        self._rebuilt = not set(names).isdisjoint(_REBUILDS)
+        self._rebuilds_world = not set(names).isdisjoint(_REBUILDS)
         self._queue = [env]
         while self._queue:
             self._add(self._queue.pop())
@@ -559,13 +564,13 @@ class EnvChecksum:
         if how is not None:
             return self._queue.append(how.get(x))
         if name == MODEL:
-            return self._write(_get_model(x))
+            return self._write(_model_checksum(x))
         if name in VALUES or isinstance(x, _NUMBERS):
             return self._write(repr(x))
 
         # Objects without a state that matters
         is_stateless = isinstance(x, _SAFE) or name in _RENDERING
-        is_rebuilt = self._rebuilt and name.startswith("Box2D.")
+        is_rebuilt = self._rebuilds_world and name.startswith("Box2D.")
         if is_stateless or is_rebuilt:
             return None
 

@@ -33,7 +33,7 @@ from .plain import MADE, array_in, dtype_of, loaded_class, name_of
 # version.
 DEPTH = 100
 # Size of a line of the processor's cache [bytes]. The address of a new tensor of torch is a
-# multiple.
+# multiple of this size.
 LINE = 64
 
 
@@ -106,9 +106,11 @@ def _key(key, name):
 
 
 def _store(tensor, tensors, name):
-    """Store a tensor, and return its name in the file, or `[name, shape, strides, shift]`.
+    """Store a tensor in `tensors`. Returns the tensor's name there, or a list
+    `[name, shape, strides, shift]`.
 
-    The list is for a tensor in an unusual place in memory: `shift` is its address modulo `LINE`.
+    The list is for a tensor in an unusual place in memory: `shift` is the address of its first
+    element modulo `LINE`.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(
@@ -118,17 +120,18 @@ def _store(tensor, tensors, name):
         name += "'"  # both tensors of {"a.b": x, "a": {"b": y}} would be called "a.b"
 
     # With other strides or addresses, a product of the same matrices may differ in the last bit. So
-    # unusual ones are stored. Of a tensor that overlaps itself, only the values are stored.
+    # unusual strides and addresses are stored, too. Of a tensor that overlaps itself, only the
+    # values are stored.
     x = tensor.detach()
     shift = x.data_ptr() % LINE if x.is_cpu and x.numel() else 0
     is_usual = x.is_contiguous() and not shift
     is_plain = is_usual or _overlaps(x)
 
     # Along an expanded dimension, with the stride 0, all elements are the same. One is stored.
-    once = x
+    elements = x
     if not is_plain:
-        once = x[tuple(slice(None if stride else 1) for stride in x.stride())]
-    tensors[name] = torch.empty(once.shape, dtype=x.dtype).copy_(once)
+        elements = x[tuple(slice(None if stride else 1) for stride in x.stride())]
+    tensors[name] = torch.empty(elements.shape, dtype=x.dtype).copy_(elements)
     return name if is_plain else [name, list(x.shape), list(x.stride()), shift]
 
 
@@ -147,12 +150,12 @@ def _array(x, tensors, name):
     if isinstance(x, np.generic):
         return {"number": [np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]}
 
-    # An array of a dtype that torch knows becomes a tensor. torch must be able to view it; else a
-    # copy is used.
+    # An array of a dtype that torch knows becomes a tensor: a view of the array if torch can make
+    # one, else a view of a copy.
     if x.dtype.kind in "biuf" and x.dtype.isnative and x.dtype.itemsize <= 8:
-        whole_strides = all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
-        is_known = x.flags.writeable and whole_strides
-        tensor = torch.from_numpy(x if is_known else x.copy("K"))
+        has_whole_strides = all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
+        can_be_viewed = x.flags.writeable and has_whole_strides
+        tensor = torch.from_numpy(x if can_be_viewed else x.copy("K"))
         return {"array": [_store(tensor, tensors, name)]}
 
     # Other arrays are stored as bytes, with their dtype and shape.
@@ -239,8 +242,8 @@ def _stored(place, tensors, most):
     if list(x.shape) != stored_shape or not fits:
         raise ValueError(f"the strides {strides} do not fit a tensor of shape {list(x.shape)}")
 
-    # New memory of torch begins at a multiple of `LINE`. `shift` bytes later, the address modulo
-    # `LINE` is that of the stored tensor.
+    # New memory of torch begins at a multiple of `LINE`. The tensor begins `shift` bytes later, so
+    # its address modulo `LINE` is the old one.
     begin = shift // x.itemsize
     n = span // x.itemsize + 1
     memory = torch.empty(begin + n, dtype=x.dtype)
@@ -341,7 +344,7 @@ def _open_beside(path) -> tuple:
         except KeyboardInterrupt:  # Ctrl-C, or another signal that ends the training
             beside.unlink(missing_ok=True)
             raise
-        file.close()  # another writer removed it before it was locked: try again
+        file.close()  # another writer removed the file before it was locked: try again
 
 
 def _remove_stale(path):
@@ -390,7 +393,10 @@ def most_bytes(size: int) -> int:
 
 
 def _opened(path: str | Path) -> Any:
-    "Open a regular file for reading. Raises `DataError` if the file is not regular, and `OSError`."
+    """Open a regular file for reading.
+
+    Raises `DataError` if the file is not regular, and `OSError` if it cannot be opened.
+    """
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -437,7 +443,7 @@ def to_safetensors(kind: str, version: int, parts: dict) -> bytes:
 
 
 def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
-    """The content of a safetensors file, as `to_safetensors` returns it, of encoded parts.
+    """As `to_safetensors`, for parts that are encoded already.
 
     Args:
         kind: what the file is, in one word

@@ -68,7 +68,7 @@ def _slots(kind):
 
 @lru_cache(maxsize=1000)  # most objects of an environment are of few classes
 def hides_state(kind: type) -> bool:
-    "Has a class, or a base of it, fields in C that need not be visible as attributes?"
+    "Does a class, or one of its bases, have fields in C that need not be visible as attributes?"
 
     def n_shown(c):
         "The number of fields of a class that attributes show, or that Python adds itself."
@@ -122,7 +122,13 @@ def made_of(arguments: Callable) -> Callable:
     Args:
         arguments: function of an object; returns a tuple of tensors, arrays, numbers and texts
     """
-    return lambda cls: MADE.setdefault(name_of(cls), (cls, arguments))[0]
+
+    def register(cls):
+        # If a class of this name is registered already, that one stays and is returned.
+        registered_cls, _ = MADE.setdefault(name_of(cls), (cls, arguments))
+        return registered_cls
+
+    return register
 
 
 def may_be_new(cls: type) -> type:
@@ -205,19 +211,22 @@ def memory_of(x: Any) -> tuple[Memory, Any]:
         return memory, x.storage_offset() * x.itemsize
 
     # Look for the array that owns the memory. If its numbers are not contiguous, use a copy.
-    root = x
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    if not (root.flags.c_contiguous or root.flags.f_contiguous):
+    owner = x
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if not (owner.flags.c_contiguous or owner.flags.f_contiguous):
         x = np.array(x, order="C")
-        root = x
-    flat = root.reshape(-1, order="A").view(np.uint8)
-    address = root.ctypes.data
+        owner = x
+    flat = owner.reshape(-1, order="A").view(np.uint8)
+    address = owner.ctypes.data
     return Memory(flat, address), x.ctypes.data - address
 
 
 def is_dense(x: Any) -> bool:
-    "Is `x` a tensor whose numbers lie in memory as they are?"
+    """Is `x` a tensor with strides whose memory holds its numbers themselves?
+
+    The memory of a quantized tensor, or of a conjugate that is not computed yet, holds others.
+    """
     return (
         isinstance(x, torch.Tensor)
         and x.layout is torch.strided
@@ -248,11 +257,13 @@ def dtype_of(descr: Any) -> np.dtype:
 
 
 def array_in(flat: Any, dtype: Any, shape: list, strides: list, offset: int) -> Any:
-    """The array, or tensor, of this form in a memory. Raises `ValueError` if it does not lie in it.
+    """The array, or tensor, of this form in a memory.
+
+    Raises `ValueError` if a part of the array would lie outside of the memory.
 
     Args:
-        flat: uint8 `[n]`
-        dtype: of numpy, or of torch
+        flat: the memory, uint8 `[n]`
+        dtype: of numpy for an array, or of torch for a tensor
         shape: its shape
         strides: in bytes, or for a tensor in elements
         offset: where it begins [bytes]
@@ -296,7 +307,7 @@ VALUES: dict = {
 
 
 def _is_plain(x):
-    """Has an object no state but its attributes?
+    """Does an object have no state except its attributes?
 
     Objects of the standard library, such as threads, do not count as plain.
     """
@@ -308,10 +319,15 @@ def _is_plain(x):
 class _Capture:
     """Writes down `root` and all objects that it reaches.
 
-    Each object has a number and an entry, which begins with its kind (see `_entry`). In the text, a
-    reference to an object is `[number]`, a tuple is `{"tuple": [...]}`, and a number or a text of
-    Python stands for itself. The content of arrays is in one block of memory, which `capture` joins
-    from `blocks`.
+    Each object has a number and an entry, a list that begins with the kind of the object. Whatever
+    refers to a value has its code: the code of an object is `[number]`, that of a tuple is
+    `{"tuple": [...]}`, and a number or a text of Python is its own code. For example, the `root`
+    `{"a": [1, 2]}` has the code `[0]`, and the entries are
+
+        0    ["dict", "builtins.dict", [["a", [1]]]]
+        1    ["items", "builtins.list", [1, 2], None]
+
+    The content of arrays is in one block of memory, which `capture` joins from `blocks`.
     """
 
     def __init__(self, root):
@@ -327,7 +343,7 @@ class _Capture:
                 raise EnvError("too much to be kept", expected=f"at most {MOST:,} objects")
 
     def value(self, x):
-        "The code of `x` in the text. A new object gets a number."
+        "The code of `x`. A new object gets a number."
         if type(x) in _ATOMS:
             return x
         if type(x) is tuple:
@@ -378,8 +394,8 @@ class _Capture:
         if name in GENERATORS:
             return ["through", name, self.value(GENERATORS[name].get(x))]
         if has_own_state(x):
-            telling: Any = x
-            return ["own", name, self.value(telling.get_state())]
+            with_state: Any = x
+            return ["own", name, self.value(with_state.get_state())]
         if name in NEW or _is_plain(x):
             attributes = {key: self.value(y) for key, y in vars(x).items()}
             return ["object", name, attributes]
@@ -436,8 +452,11 @@ _MISSING = object()  # in place of an object that `root` lacks
 _CONTAINERS: dict = {name_of(kind): kind for kind in (list, set, deque, dict, OrderedDict)}
 
 
-def _beside(items, i, path):
-    "Item `i` of `root`, if there is one, and its path."
+def _item_and_path(items, i, path):
+    """The item `i` of a container of `root` at this path, and the path of the item.
+
+    `_MISSING` stands for an item that the container lacks.
+    """
     item = items[i] if i < len(items) else _MISSING
     return item, f"{path}[{i}]"
 
@@ -460,8 +479,10 @@ class _Restore:
     If `root` has a container, an object or an array of the same class and form at the same path,
     this one gets the values in place. So whoever holds it sees them.
 
-    Each kind of entry is read by the method of its name. The method gets `k`, the number of the
-    entry, `fresh`, the object that `root` has at this path, `path`, and the rest of the entry.
+    `_Capture` says what codes and entries are. Each kind of entry is read by the method of its
+    name: an entry `["items", ...]` by `_items`. The method gets `k`, the number of the entry;
+    `present`, the object that `root` has in the place of the value now; `path`, the path of this
+    place in `root`; and the rest of the entry.
     """
 
     def __init__(self, graph, memory, root, name):
@@ -470,10 +491,11 @@ class _Restore:
         self.values = {}  # number of an entry -> its value
         # id of an object of `root` -> number of the entry whose value it has become, and the object
         self.used = {}
-        self.used_memories = {}  # address of a memory of `root` -> number of its entry
+        # address of a memory of `root` -> number of the entry whose memory it has become
+        self.used_memories = {}
         self.todo = deque()  # functions that make the items of containers and objects
         self.refills = []  # `(container, the items that it gets)`
-        self.last = []  # functions that write states, such as those of generators
+        self.writes = []  # functions that write states, such as those of generators
 
         # Objects are filled before the containers that hold them, because an object must be
         # complete when a set or a dict computes its hash. States are written last.
@@ -482,15 +504,15 @@ class _Restore:
             self.todo.popleft()()
         for x, items in self.refills:
             _refill(x, items)
-        for put in self.last:
-            put()
+        for write in self.writes:
+            write()
 
-    def value(self, code, fresh, path):
-        "The value whose code this is. `fresh` is the object that `root` has at this path."
+    def value(self, code, present, path):
+        "The value whose code this is. `present` is the object that `root` has at `path` now."
         # A tuple, or a number or text, which is its own code
         if type(code) is dict:
-            old = fresh if type(fresh) is tuple else ()
-            return tuple(self._values(code["tuple"], old, path))
+            present_items = present if type(present) is tuple else ()
+            return tuple(self._values(code["tuple"], present_items, path))
         if type(code) is not list:
             return code
 
@@ -499,48 +521,51 @@ class _Restore:
         if k not in self.values:
             kind, *entry = self.entries[k]
             read = getattr(self, f"_{kind}")
-            self.values[k] = read(k, fresh, path, *entry)
+            self.values[k] = read(k, present, path, *entry)
         return self.values[k]
 
-    def _values(self, codes, old, path):
-        "The values of items. `old` are the items of `root` at this path."
-        return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
+    def _values(self, codes, present_items, path):
+        "The values of items. `present_items` are those that `root` has at `path` now."
+        return [
+            self.value(code, *_item_and_path(present_items, i, path))
+            for i, code in enumerate(codes)
+        ]
 
-    def _take(self, k, fresh, name, path, make=None):
+    def _take(self, k, present, name, path, make=None):
         """The object that becomes the value of entry `k`.
 
-        This is `fresh`, if its class is called `name`, and it has not become the value of another
+        This is `present`, if its class is called `name`, and it has not become the value of another
         entry. Else it is a new object: `make()`, or one of a class in `NEW`.
         """
-        is_alike = fresh is not _MISSING and name_of(type(fresh)) == name
-        if is_alike and self._claims(k, fresh):
-            return fresh
+        is_alike = present is not _MISSING and name_of(type(present)) == name
+        if is_alike and self._claims(k, present):
+            return present
 
         # There is no such object in `root`.
         if make is not None:
             return make()
         if name in NEW:
             return object.__new__(NEW[name])
-        got = "nothing" if fresh is _MISSING else f"a {name_of(type(fresh))}"
+        got = "nothing" if present is _MISSING else f"a {name_of(type(present))}"
         if is_alike:
             got += ", which stands in two places"
         raise EnvError(
             "the state does not fit", leaf=path, expected=f"a {name}, as when it was kept", got=got
         )
 
-    def _claims(self, k, fresh):
-        "Does `fresh` become the value of entry `k`? It does for the first entry that asks."
-        number, _ = self.used.setdefault(id(fresh), (k, fresh))
+    def _claims(self, k, present):
+        "Does `present` become the value of entry `k`? It does for the first entry that asks."
+        number, _ = self.used.setdefault(id(present), (k, present))
         return number == k
 
     # -- containers
 
-    def _items(self, k, fresh, path, name, codes, maxlen):
-        is_ordered = isinstance(fresh, ITEMS) and not isinstance(fresh, (set, frozenset))
-        old = list(fresh) if is_ordered else []
+    def _items(self, k, present, path, name, codes, maxlen):
+        is_ordered = isinstance(present, ITEMS) and not isinstance(present, (set, frozenset))
+        present_items = list(present) if is_ordered else []
 
         def items():
-            return self._values(codes, old, path)
+            return self._values(codes, present_items, path)
 
         # A frozen set or a named tuple cannot be filled later, so it is made from its items now.
         if name == "builtins.frozenset":
@@ -549,7 +574,7 @@ class _Restore:
         if named_tuple is not None:
             return tuple.__new__(named_tuple, items())
 
-        x: Any = self._take(k, fresh, name, path, _CONTAINERS.get(name))
+        x: Any = self._take(k, present, name, path, _CONTAINERS.get(name))
         if isinstance(x, deque):
             deque.__init__(x, (), maxlen)  # there is no other way to set the maximum length
 
@@ -557,28 +582,28 @@ class _Restore:
         self.todo.append(lambda: self.refills.append((x, items())))
         return x
 
-    def _dict(self, k, fresh, path, name, pairs):
-        x = self._take(k, fresh, name, path, _CONTAINERS.get(name))
-        old = dict(fresh) if isinstance(fresh, dict) else {}
-        old_keys = list(old)
+    def _dict(self, k, present, path, name, pairs):
+        x = self._take(k, present, name, path, _CONTAINERS.get(name))
+        present_items = dict(present) if isinstance(present, dict) else {}
+        present_keys = list(present_items)
 
         def fill():
-            keys = self._values([key for key, _ in pairs], old_keys, path)
+            keys = self._values([key for key, _ in pairs], present_keys, path)
             items = []
             for key, (_, code) in zip(keys, pairs):
-                fresh_value = old.get(key, _MISSING)
-                items.append((key, self.value(code, fresh_value, f"{path}[{key!r}]")))
+                present_value = present_items.get(key, _MISSING)
+                items.append((key, self.value(code, present_value, f"{path}[{key!r}]")))
             self.refills.append((x, items))
 
         self.todo.append(fill)
         return x
 
-    def _objects(self, k, fresh, path, shape, codes):
+    def _objects(self, k, present, path, shape, codes):
         x = np.empty(shape, object)
-        old = fresh.ravel() if isinstance(fresh, np.ndarray) else []
+        present_items = present.ravel() if isinstance(present, np.ndarray) else []
 
         def fill():
-            for i, value in enumerate(self._values(codes, old, path)):
+            for i, value in enumerate(self._values(codes, present_items, path)):
                 x.flat[i] = value
 
         self.todo.append(fill)
@@ -586,8 +611,8 @@ class _Restore:
 
     # -- objects
 
-    def _object(self, k, fresh, path, name, attributes):
-        x = self._take(k, fresh, name, path)
+    def _object(self, k, present, path, name, attributes):
+        x = self._take(k, present, name, path)
         own_attributes = vars(x)
         lacking = sorted(own_attributes.keys() - attributes.keys())
         if lacking:
@@ -596,22 +621,22 @@ class _Restore:
 
         def fill():
             for key, code in attributes.items():
-                fresh_value = own_attributes.get(key, _MISSING)
-                own_attributes[key] = self.value(code, fresh_value, f"{path}.{key}")
+                present_value = own_attributes.get(key, _MISSING)
+                own_attributes[key] = self.value(code, present_value, f"{path}.{key}")
 
         self.todo.append(fill)
         return x
 
-    def _own(self, k, fresh, path, name, code):
-        x: Any = self._take(k, fresh, name, path)
-        return self._put(path, type(x).set_state, x, self.value(code, _MISSING, path))
+    def _own(self, k, present, path, name, code):
+        x: Any = self._take(k, present, name, path)
+        return self._write_at_end(path, type(x).set_state, x, self.value(code, _MISSING, path))
 
-    def _through(self, k, fresh, path, name, code):
+    def _through(self, k, present, path, name, code):
         how = GENERATORS[name]
-        x = self._take(k, fresh, name, path, how.new)
-        return self._put(path, how.put, x, self.value(code, _MISSING, path))
+        x = self._take(k, present, name, path, how.new)
+        return self._write_at_end(path, how.put, x, self.value(code, _MISSING, path))
 
-    def _put(self, path, put, x, state):
+    def _write_at_end(self, path, put, x, state):
         "Let `put(x, state)` be called at the end, when `state` is complete. Returns `x`."
 
         def finish():
@@ -624,19 +649,19 @@ class _Restore:
                     f"the state does not fit ({describe_exception(e)})", leaf=path
                 ) from e
 
-        self.last.append(finish)
+        self.writes.append(finish)
         return x
 
-    def _made(self, k, fresh, path, name, code):
+    def _made(self, k, present, path, name, code):
         cls, _ = MADE[name]
         return cls(*self.value(code, _MISSING, path))
 
-    def _value(self, k, fresh, path, name, code):
+    def _value(self, k, present, path, name, code):
         return VALUES[name](*self.value(code, _MISSING, path))
 
     # -- arrays and numbers
 
-    def _array(self, k, fresh, path, block, form, shape, strides, offset):
+    def _array(self, k, present, path, memory_code, form, shape, strides, offset):
         is_tensor = len(form) == 2
         if is_tensor:
             dtype = getattr(torch, form[0])
@@ -644,28 +669,28 @@ class _Restore:
         else:
             dtype = dtype_of(form[0])
             device = torch.device("cpu")
-        is_alike = self._is_alike(fresh, dtype, shape, strides)
+        is_alike = self._is_alike(present, dtype, shape, strides)
 
-        # If the array begins at the same place in the memory of `fresh`, this memory gets the
+        # If the array begins at the same place in the memory of `present`, this memory gets the
         # content.
-        place = None
+        own_memory = None
         if is_alike:
-            without_gradient = fresh.detach() if isinstance(fresh, torch.Tensor) else fresh
-            old_memory, begin = memory_of(without_gradient)
+            without_gradient = present.detach() if isinstance(present, torch.Tensor) else present
+            its_memory, begin = memory_of(without_gradient)
             if is_tensor:
-                device = fresh.device
+                device = present.device
             if begin == offset:
-                place = old_memory
-        [memory_number] = block
-        memory = self._memory(memory_number, place, device)
-        is_in_place = place is not None and memory.address == place.address
-        if is_in_place and self._claims(k, fresh):
-            return fresh
+                own_memory = its_memory
+        [memory_number] = memory_code
+        memory = self._memory(memory_number, own_memory, device)
+        is_in_place = own_memory is not None and memory.address == own_memory.address
+        if is_in_place and self._claims(k, present):
+            return present
 
-        # Otherwise make a new view of the memory. If `fresh` is a parameter, so is the view.
+        # Otherwise make a new view of the memory. If `present` is a parameter, so is the view.
         x = array_in(memory.flat, dtype, shape, strides, offset)
         if is_alike and isinstance(x, torch.Tensor):
-            x = x.as_subclass(type(fresh)).requires_grad_(fresh.requires_grad)
+            x = x.as_subclass(type(present)).requires_grad_(present.requires_grad)
         return x
 
     def _is_alike(self, x, dtype, shape, strides):
@@ -674,46 +699,48 @@ class _Restore:
         is_array = type(x) is np.ndarray and x.flags.writeable
         return is_array and (x.dtype, [*x.shape], [*x.strides]) == (dtype, shape, strides)
 
-    def _memory(self, k, place, device):
-        """The memory of entry `k`. All arrays that refer to this entry are views of it.
+    def _memory(self, k, own_memory, device):
+        """The memory of entry `k`. All arrays that refer to this entry are views of this memory.
 
-        This is the memory `place`, if it has the same size and has not become that of another
-        entry.
+        This is `own_memory`, if that has the right size and has not become the memory of another
+        entry. Else, and if `own_memory` is None, it is new memory on `device`.
         """
         if k in self.values:
             return self.values[k]
         _, begin, n = self.entries[k]
         data = self._bytes_at(begin, n)
-        has_place = place is not None and len(place.flat) == len(data)
-        if not has_place or self.used_memories.setdefault(place.address, k) != k:
+        fits = own_memory is not None and len(own_memory.flat) == len(data)
+        if not fits or self.used_memories.setdefault(own_memory.address, k) != k:
             new = data.clone().numpy() if device.type == "cpu" else data.to(device)
-            place, _ = memory_of(new)
-        elif isinstance(place.flat, torch.Tensor):
-            place.flat.copy_(data)
+            memory, _ = memory_of(new)
         else:
-            place.flat[:] = data.numpy()
-        self.values[k] = place
-        return place
+            memory = own_memory
+            if isinstance(memory.flat, torch.Tensor):
+                memory.flat.copy_(data)
+            else:
+                memory.flat[:] = data.numpy()
+        self.values[k] = memory
+        return memory
 
     def _bytes_at(self, begin, n):
         if not 0 <= begin <= begin + n <= len(self.memory):
             raise ValueError("the memory is too short")
         return self.memory[begin : begin + n]
 
-    def _bytes(self, k, fresh, path, name, begin, n):
+    def _bytes(self, k, present, path, name, begin, n):
         cls = loaded_class(name, (bytes, bytearray))
         return cls(self._bytes_at(begin, n).numpy().tobytes())
 
-    def _complex(self, k, fresh, path, real, imag):
+    def _complex(self, k, present, path, real, imag):
         return complex(real, imag)
 
-    def _enum(self, k, fresh, path, name, member):
+    def _enum(self, k, present, path, name, member):
         kind = loaded_class(name, enum.Enum)
         if kind is None:
             raise ValueError(f"no Enum is called {name}")
         return kind.__members__[member]
 
-    def _number(self, k, fresh, path, descr, text):
+    def _number(self, k, present, path, descr, text):
         flat = np.frombuffer(bytes.fromhex(text), np.uint8)
         without_dimensions = array_in(flat, dtype_of(descr), [], [], 0)
         return without_dimensions[()]
@@ -729,8 +756,8 @@ def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> An
         name: name of `root` in messages
 
     Raises:
-        EnvError: the state is damaged, or an object in `root`, which the error names, does not fit
-            it; then some objects in `root` have new values and others have not
+        EnvError: the state is damaged, or does not fit an object in `root`, which the error names.
+            Some objects in `root` may have their new values already
     """
     try:
         return _Restore(json.loads(state["graph"]), state["memory"], root, name).result

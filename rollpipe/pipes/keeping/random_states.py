@@ -192,10 +192,12 @@ class EpisodeSeeds(gym.Wrapper):
 
 # %% ../../../nbs/pipes/01_keeping/04_random_states.ipynb #39c0ea59
 class _Reseeding:
-    """Gives each generator in a state a new state of its own. `n` counts the generators.
+    """Gives each random generator in a state a new state of its own.
 
-    It reads the texts of captures, see `_Capture` in the chapter of plain data. Such a text is
-    `[root, entries]`. An entry is a list that begins with its kind:
+    `n` counts the random words from which new states were made.
+
+    A state is plain data with captures, whose texts are read here: see `_Capture` in the chapter of
+    plain data. Such a text is `[root, entries]`. An entry is a list that begins with its kind:
 
         ["dict", class, [[key, value], ...]]
         ["items", class, values, maximum length]
@@ -231,7 +233,7 @@ class _Reseeding:
         which `x` stands in its dict.
         """
         if isinstance(x, torch.Tensor):
-            is_state = x.dtype == torch.uint8 and [*x.shape] == _TORCH
+            is_state = x.dtype == torch.uint8 and [*x.shape] == _TORCH_SHAPE
             return self.torch_state() if is_state else x
         if isinstance(x, (list, tuple)):
             return type(x)([self.tree(y) for y in x])
@@ -318,26 +320,27 @@ class _Reseeding:
         if "bit_generator" in items:
             _put(entries, k, self.numpy_state(items), memory)
 
-        # The wrapper `EpisodeSeeds`, as `copies_of` returns it
+        # The wrapper `EpisodeSeeds`, as `copies_of` returns it. It derives the seeds of episodes
+        # from its attribute `first`.
         elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
             attributes = _number_in(items["holds"])
             _put(entries, attributes, dict(first=self.word()), memory)
 
-        # An environment that is kept by its actions. To repeat them it needs the old numbers, and
-        # only afterwards it gets others: `KeptActions` takes the seed of these from `noise`.
+        # An environment that is kept by its actions. To repeat them it needs the old random
+        # numbers, and only afterwards it gets others: `KeptActions` takes their seed from `noise`.
         elif "keeper" in items and items["keeper"].startswith("replay"):
             pairs = entries[k][2]
             pairs[:] = [pair for pair in pairs if pair[0] != "noise"]
             pairs.append(["noise", self.word()])
 
-        # An environment that is kept in another way. Its state has a capture within this one, whose
-        # memory is an array in this memory.
+        # An environment that is kept in another way. Its state is a capture within this one. The
+        # memory of the inner capture is an array in the memory of the outer one.
         elif "keeper" in items:
             its_memory = _bytes_of(entries, _number_in(items["memory"]), memory)
             _put(entries, k, dict(graph=self.graph(items["graph"], its_memory)), memory)
 
     def numpy_state(self, items: dict) -> dict:
-        "Another state of a generator of numpy, of whose state these are the items."
+        "Another state for a generator of numpy. `items` are those of its present state."
         if "has_gauss" in items:
             generator = np.random.RandomState(self.word())
             return generator.get_state(legacy=False)  # type: ignore[return-value]
@@ -359,7 +362,7 @@ def _named_items(entry: list) -> dict:
     return {key: x for key, x in pairs if isinstance(key, str)}
 
 
-_TORCH = [len(torch.Generator().get_state())]  # shape of the state of a generator of torch
+_TORCH_SHAPE = [len(torch.Generator().get_state())]  # shape of the state of a generator of torch
 
 
 def _number_in(code: list) -> int:
@@ -370,7 +373,7 @@ def _number_in(code: list) -> int:
 def _is_torch_state(entry: list) -> bool:
     "Has an array the form and the shape of the state of a generator of torch?"
     _, _, form, shape, *_ = entry
-    return form == ["uint8", "cpu"] and shape == _TORCH
+    return form == ["uint8", "cpu"] and shape == _TORCH_SHAPE
 
 
 def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
@@ -382,16 +385,16 @@ def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
 
 def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
     "Give the dict `k` of a capture the values of `state`."
-    # `pair` is `[key, value]`; for a dict or an array, the value is `[number of its entry]`.
     for pair in entries[k][2]:
-        if pair[0] not in state:
+        key, code = pair
+        if key not in state:
             continue
-        new = state[pair[0]]
+        new = state[key]
 
         if isinstance(new, dict):
-            _put(entries, pair[1][0], new, memory)
+            _put(entries, _number_in(code), new, memory)
         elif isinstance(new, np.ndarray):
-            from_begin = _bytes_of(entries, pair[1][0], memory)
+            from_begin = _bytes_of(entries, _number_in(code), memory)
             from_begin[: new.nbytes] = new.view(np.uint8)
         else:
             pair[1] = new
