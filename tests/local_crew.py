@@ -181,7 +181,7 @@ class LocalWorker(WorkerProcess):
         self.name = f"worker {index}"
         self.grace = grace
         self.arguments = slots, subscriber, packed
-        self.threads = []
+        self.other_threads = []
         self.has_started = self.is_unseen = self.is_closed = False
         self.silent_until = 0.0
         self.requests = deque()

@@ -22,7 +22,7 @@ from gymnasium.wrappers import TimeLimit
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.nested import first_difference
-from rollpipe.results.bench import BENCH, Job, _states, jobs_of, read_spec
+from rollpipe.results.bench import BENCH, Job, _progress_of_all, jobs_of, read_spec
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
 from rollpipe.runs.locks import lock, unlock
@@ -440,7 +440,7 @@ def test_a_run_that_has_lost_its_checkpoint_does_not_stop_the_others(tmp_path, w
     lost = Path(shutil.copytree(whole, tmp_path / "lost"))
     (lost / "checkpoint.safetensors").unlink()
     config = Resolved(load_run(whole).config)
-    states, damaged = _states([Job(None, 0, folder, config) for folder in (lost, whole)])
+    states, damaged = _progress_of_all([Job(None, 0, folder, config) for folder in (lost, whole)])
     assert states == dict(run="complete")
     assert "checkpoint.safetensors: there is no such checkpoint" in damaged["lost"]
 
@@ -561,6 +561,7 @@ def test_the_specifications_that_ship_can_be_read(path, terminating, monkeypatch
         classic=9,
         crossq=3,
         first_options=45,
+        lr_kl=4,
         fvp_subsample=6,
         learning=14,
         minatar=4,

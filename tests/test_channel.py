@@ -220,7 +220,7 @@ def everything():
 def test_of_everything():
     module = everything()
     publisher, subscriber, (mine,) = channel(module)
-    assert len(publisher._holders[0].form.specs) == 16  # tied ones once
+    assert len(publisher._published[0].form.specs) == 16  # tied ones once
     for k in range(4):
         fill(module, k)
         with torch.no_grad():

@@ -120,7 +120,7 @@ def test_the_field_sets_options_and_nothing_else(going, monkeypatch):
     with serving(going) as server:
 
         def said(**form):
-            return (server.ask(dict(form, run="0")), server.said)[1]
+            return (server.ask(dict(form, run="0")), server.last_answer)[1]
 
         for word in ("insert=rollpipe.testing:check_pipe", "do=stop", "timeout=3"):
             assert f"there is no option '{word.partition('=')[0]}'" in said(set=word)
@@ -211,7 +211,7 @@ def test_a_late_answer_arrives(over, monkeypatch, capfd):
 
     def late(server, form):
         time.sleep(1)
-        server.said = "late, but there"
+        server.last_answer = "late, but there"
         answered.set()
 
     monkeypatch.setattr(Live, "ask", late)

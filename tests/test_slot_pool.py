@@ -55,7 +55,7 @@ class Worker:
         self.formats = {}
 
     def write(self, slot, position, number, kind="plain"):
-        self.writer.begin(slot, position, self.pool.states[slot].layout)
+        self.writer.begin(slot, position, self.pool.slot_states[slot].layout)
         header = self.writer.write(self.item(number, kind))
         self.pool.propose_layout(header.unplaced)
         return format_of(header, self.formats)
@@ -108,7 +108,7 @@ class RemoteWorker(Worker):
         self.writer = self.server.writer
 
     def write(self, slot, position, number, kind="plain"):
-        layout, before = self.pool.states[slot].layout, self.layout
+        layout, before = self.pool.slot_states[slot].layout, self.layout
         self.layout, self.lane.make = layout, lambda: self.item(number, kind)
         reply, data = self.server.serve(
             0, 0, 0, None, None if layout is before else (layout.n, layout.arrays)
@@ -375,10 +375,10 @@ def test_the_layout_is_what_two_items_in_a_row_agree_on(proposals, width):
         pool.propose_layout(large)
     assert pool.layout.arrays == (agreed[0] if agreed else ()) and pool.layout.n == width
     assert all(
-        state.layout.arrays == () for state in pool.states
+        state.layout.arrays == () for state in pool.slot_states
     )  # of slots that have not been taken since
     slot, _ = pool.take()
-    assert pool.states[slot].layout is pool.layout
+    assert pool.slot_states[slot].layout is pool.layout
     assert (
         pool.slots[slot].layout_memory.size
         >= pool.layout.size
@@ -393,7 +393,7 @@ def test_slots_that_were_taken_before_the_layout_was_settled_keep_theirs():
     worker = Worker(pool)
     early = [pool.take() for _ in range(6)]
     forms = [worker.write(*at, number) for number, at in enumerate(early)]
-    assert pool.layout.arrays and not any(pool.states[slot].layout.arrays for slot, _ in early)
+    assert pool.layout.arrays and not any(pool.slot_states[slot].layout.arrays for slot, _ in early)
     late = filled(pool, worker, 7)
     found = [pool.read(*at, form) for at, form in zip(early, forms)]
     for number, item in enumerate(found):

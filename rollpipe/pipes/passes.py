@@ -160,7 +160,7 @@ def optimize(pipe: IterDataPipe, report: bool = False) -> Any:
     return pipe, "\n".join(lines) or "no pipe that a rewrite could replace"
 
 # %% ../../nbs/pipes/26_passes.ipynb #0a4ad685
-def common_keeper(found: dict) -> Keeper:
+def common_keeper(keeper_of: dict) -> Keeper:
     """How the environments of one batch are kept.
 
     The name of a `Keeper` is the way in which it keeps an environment: 'own' by methods of the
@@ -169,24 +169,24 @@ def common_keeper(found: dict) -> Keeper:
     `failed` says for each way that was tested before why it was refused.
 
     Args:
-        found: name of an environment -> its `Keeper`
+        keeper_of: name of an environment -> its `Keeper`
     """
     # If all environments are kept in the same way, this is the way.
-    names = {keeper.name for keeper in found.values()}
+    keepers = keeper_of.values()
+    names = {keeper.name for keeper in keepers}
     if len(names) == 1:
-        return next(iter(found.values()))
+        return next(iter(keepers))
 
     # A batch continues exactly only if all of its environments do.
-    failed = {name: keeper.failed for name, keeper in found.items() if keeper.name == "none"}
+    failed = {name: keeper.failed for name, keeper in keeper_of.items() if keeper.name == "none"}
     if failed:
         return Keeper("none", failed)
 
     # The ways differ, and a batch needs one way for all. `own` is impossible if it has failed for
     # any of them. Repeating actions is impossible too: it was tested only for some of them.
-    keepers = found.values()
     own_failed = "own" in names and any("own" in keeper.failed for keeper in keepers)
     if own_failed or any(keeper.logs for keeper in keepers):
-        ways = ", ".join(f"{name}: {keeper.name}" for name, keeper in found.items())
+        ways = ", ".join(f"{name}: {keeper.name}" for name, keeper in keeper_of.items())
         why = f"the environments of one batch are kept in different ways ({ways})"
         return Keeper("none", dict(different=why))
 
@@ -352,10 +352,11 @@ def _tested(
             return EpisodeSeeds(env) if has_seeds else env
         return env
 
-    def first(env):
+    def reset_arguments(env):
         return first_reset(env, seed) if is_vector(env) else dict(seed=reset_seed)
 
-    tested[key] = keeper = keeper_for(make, first, info_keys=info_keys)
+    keeper = keeper_for(make, reset_arguments, info_keys=info_keys)
+    tested[key] = keeper
 
     # Called only because `why_alone` remembers the result: evaluations in this process ask it about
     # the same id, and need no test of their own then.

@@ -86,31 +86,31 @@ def rollouts(
         edits: functions `pipe -> pipe`, applied in order, such as
             `SomePipe.inserter(after=FragmentCollector)`
     """
-    # The source and collector. `only` has the options that a `TensorEnv` does not take.
+    # The source and collector. A `TensorEnv` does not take the options in `others`.
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
-    only = dict(
+    others = dict(
         env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device
     )
     if episode_seeds:
-        only["episode_seeds"] = True
+        others["episode_seeds"] = True
     if is_tensor_source(env):
-        only["engine"] = None if check_engine(engine) in ("torch", "auto") else engine
+        others["engine"] = None if check_engine(engine) in ("torch", "auto") else engine
         pipe = _of_tensors(
             env,
             actor,
             n_steps,
             n_envs,
             options,
-            only,
+            others,
         )
     else:
         pipe = FragmentCollector(
-            EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps
+            EnvStepper(env, actor, n_envs, engine=engine, **options, **others), n_steps
         )
 
     # Lanes, joined in a batch, with the user's edits
     pipe = FragmentStacker(Lanes(pipe, lanes, seed), lanes)
-    for edit in _listed(edits):
+    for edit in _checked_edits(edits):
         pipe = edit(pipe)
         if not isinstance(pipe, IterDataPipe):
             raise GraphError(
@@ -122,12 +122,12 @@ def rollouts(
     return passes.optimize(pipe) if optimize else pipe
 
 
-def _of_tensors(env, actor, n_steps, n_envs, options, only):
+def _of_tensors(env, actor, n_steps, n_envs, options, others):
     """The collector for a `TensorEnv`, with `options`.
 
-    Raises `DataError` if one of the options `only`, which are for other environments, is not None.
+    Raises `DataError` if one of `others` is not None: these options are for other environments.
     """
-    for name, x in only.items():
+    for name, x in others.items():
         if x is None:
             continue
         raise DataError(
@@ -140,7 +140,8 @@ def _of_tensors(env, actor, n_steps, n_envs, options, only):
     return TensorCollector(env, actor, n_steps, n_envs, **options)
 
 
-def _listed(edits):
+def _checked_edits(edits):
+    "The edits. Raises `DataError` unless they are a list."
     if isinstance(edits, Sequence):
         return edits
     raise DataError(
@@ -220,7 +221,7 @@ def _scaler(scale, gamma, actor):
     return [RewardScaler.inserter(after=Lanes, scale=factor, gamma=gamma)]
 
 
-def _known(recipe, options):
+def _checked_options(recipe, options):
     """`options`, after a check that the recipe takes all of them.
 
     Otherwise the `TypeError` would come from `rollouts`. Raised here, it names the function that
@@ -267,7 +268,7 @@ def on_policy(
             `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
-    advantage = AdvantageBuffer.inserter(
+    insert_advantage = AdvantageBuffer.inserter(
         after=Lanes,
         critic=critic,
         gamma=gamma,
@@ -276,8 +277,8 @@ def on_policy(
     return rollouts(
         env,
         actor,
-        edits=[advantage, *_scaler(reward_scale, gamma, actor), *_listed(edits)],
-        **_known(on_policy, kwargs),
+        edits=[insert_advantage, *_scaler(reward_scale, gamma, actor), *_checked_edits(edits)],
+        **_checked_options(on_policy, kwargs),
     )
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
@@ -371,7 +372,7 @@ def replayed(
     if n_sampled_goal:
         rules = GoalRules(env, kwargs.get("env_kwargs"))
         hindsight.append(partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal))
-    edits = [*_scaler(reward_scale, 1.0, actor), replay, *hindsight, *_listed(edits)]
+    edits = [*_scaler(reward_scale, 1.0, actor), replay, *hindsight, *_checked_edits(edits)]
     return rollouts(
         env,
         actor,
@@ -379,5 +380,5 @@ def replayed(
         n_steps=n_steps,
         terminal_obs=terminal_obs,
         edits=edits,
-        **_known(replayed, kwargs),
+        **_checked_options(replayed, kwargs),
     )

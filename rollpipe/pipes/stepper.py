@@ -209,7 +209,7 @@ class EnvStepper(Acting, Seeded, Source):
         for env in instances_in(holders):
             raise no_copy(Lender(env).name, owner, got, **where)
 
-    def _factories(self, items, **where):
+    def _factories_of_iteration(self, items, **where):
         """The factories for one iteration.
 
         The environments of a pipe come from its iterator `items`.
@@ -238,7 +238,7 @@ class EnvStepper(Acting, Seeded, Source):
             items: iterator of the pipe of environments, if there is one
         """
         where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
-        factories = self._factories(items, **where)
+        factories = self._factories_of_iteration(items, **where)
 
         envs = env_batch(
             factories,
@@ -272,8 +272,8 @@ class EnvStepper(Acting, Seeded, Source):
                 envs.close()
                 raise
 
-        # Does the batch return the last observations of terminated episodes, too? Are its rows in
-        # page-locked memory?
+        # With `terminal_obs`, the batch also returns the last observations of terminated episodes.
+        # For a GPU, its rows are in page-locked memory, from which copies are faster.
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == "cuda"
         return envs

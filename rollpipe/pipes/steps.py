@@ -28,49 +28,6 @@ from .graph.torchdata import IterDataPipe
 from .keeping.plain import may_be_new
 from .taps import EpisodeSums
 
-# %% ../../nbs/pipes/23_steps.ipynb #e97c94cb
-def _random_fields(rng, obs_space, act_space) -> dict:
-    "A random tensor for each field of a `Step` except `image`."
-
-    def sample(space):
-        space.seed(int(rng.integers(2**31)))
-        return nested.map(
-            lambda like, x: torch.from_numpy(np.array(x, like.dtype)),
-            space_spec(space),
-            _plain(space.sample()),
-        )
-
-    def number():
-        return torch.tensor(rng.normal(), dtype=torch.float32)
-
-    def count():
-        return torch.tensor(int(rng.integers(100)))
-
-    ended = int(rng.integers(3))
-    return dict(
-        state=sample(obs_space),
-        action=sample(act_space),
-        next_state=sample(obs_space),
-        terminated=torch.tensor(ended == 1),
-        truncated=torch.tensor(ended == 2),
-        reward=number(),
-        total_reward=number(),
-        advantage=number(),
-        env_id=count(),
-        proc_id=count(),
-        step_n=count(),
-        episode_n=count(),
-    )
-
-
-def _plain(x):
-    "`x` with plain dicts and tuples instead of gymnasium's own types."
-    if isinstance(x, dict):
-        return {key: _plain(value) for key, value in x.items()}
-    if isinstance(x, tuple):
-        return tuple(map(_plain, x))
-    return x
-
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
 @with_field_docs
 class Step(NamedTuple):
@@ -153,6 +110,49 @@ class Step(NamedTuple):
         rng = np.random.default_rng(seed)
         return Step(**_random_fields(rng, obs_space, act_space) | fields)
 
+# %% ../../nbs/pipes/23_steps.ipynb #e97c94cb
+def _random_fields(rng, obs_space, act_space) -> dict:
+    "A random tensor for each field of a `Step` except `image`."
+
+    def sample(space):
+        space.seed(int(rng.integers(2**31)))
+        return nested.map(
+            lambda like, x: torch.from_numpy(np.array(x, like.dtype)),
+            space_spec(space),
+            _plain(space.sample()),
+        )
+
+    def number():
+        return torch.tensor(rng.normal(), dtype=torch.float32)
+
+    def count():
+        return torch.tensor(int(rng.integers(100)))
+
+    ended = int(rng.integers(3))
+    return dict(
+        state=sample(obs_space),
+        action=sample(act_space),
+        next_state=sample(obs_space),
+        terminated=torch.tensor(ended == 1),
+        truncated=torch.tensor(ended == 2),
+        reward=number(),
+        total_reward=number(),
+        advantage=number(),
+        env_id=count(),
+        proc_id=count(),
+        step_n=count(),
+        episode_n=count(),
+    )
+
+
+def _plain(x):
+    "`x` with plain dicts and tuples instead of gymnasium's own types."
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(map(_plain, x))
+    return x
+
 # %% ../../nbs/pipes/23_steps.ipynb #f3621c36
 default_collate_fn_map[Step] = lambda steps, *, collate_fn_map=None: Step.stack(steps)
 
@@ -230,20 +230,21 @@ class Steps(Pipe):
         in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
         for fragment in chain(in_progress, items):
             check_item(fragment, Fragment, self)
-            image = self._image(fragment)
+            images = self._images(fragment)
             progress["fragment"] = fragment
             lanes = deepcopy(progress["lanes"])
 
-            # Fields that a `Step` does not have are dropped first, which saves time.
+            # Fields that a `Step` does not have are dropped first, which saves time. The images
+            # take the place of the infos, so that `unstacked` divides them, too.
             final = fragment.final._replace(actor=())
-            parts = unstacked(fragment._replace(actor=(), env=image, hx=(), final=final))
+            parts = unstacked(fragment._replace(actor=(), env=images, hx=(), final=final))
             steps = chain.from_iterable(self._steps(part, lanes) for part in parts)
             for step in islice(steps, progress["n"], None):
                 progress["n"] += 1
                 yield step
             progress.update(fragment=None, n=0, lanes=lanes)
 
-    def _image(self, fragment):
+    def _images(self, fragment):
         "The images `[T, B, ...]` and the mask of those that were recorded; or None for both."
         if self.image is None:
             return None, None
@@ -259,7 +260,7 @@ class Steps(Pipe):
         )
 
     def _steps(self, fragment, lanes):
-        "The steps of a fragment of one lane."
+        "The steps of a fragment of one lane, whose `env` is the pair that `_images` returns."
         T, B = fragment.valid.shape
         state = fragment.state
 
@@ -273,7 +274,7 @@ class Steps(Pipe):
         next_seq = 0 if fragment.seq is None else int(fragment.seq[0]) + 1
         lanes[lane] = next_seq, sums
 
-        image, has_image = fragment.env
+        images, has_image = fragment.env
         all_steps = Step(
             state=nested.getitem(state.obs, slice(T)),
             action=nested.getitem(state.act, slice(1, None)),
@@ -287,16 +288,16 @@ class Steps(Pipe):
             proc_id=torch.full_like(number, lane),
             step_n=state.stepno[:T],
             episode_n=number,
-            image=image,
+            image=images,
         )
 
         # For each field, the list of its values in the rows that are steps
         rows = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
         n_rows = T * B if rows is None else len(rows)
         values = [_unbound(x, n_rows, rows) for x in (*all_steps, has_image)]
-        *fields, images, have_image = values
-        images = [image if has else None for image, has in zip(images, have_image)]
-        return map(Step, *fields, images)
+        *fields, image_of_step, step_has_image = values
+        image_of_step = [x if has else None for x, has in zip(image_of_step, step_has_image)]
+        return map(Step, *fields, image_of_step)
 
     def _check_order(self, fragment, lane, seq, sums):
         """Raise `DataError` unless each fragment of a lane comes once, in order and with all
@@ -327,17 +328,15 @@ def _column(steps, before, after):
 
     first = steps[0]
     last = steps[-1]
-    no = torch.tensor(False)
-    yes = torch.tensor(True)
-    ahead = last.next_state if after is None else after.state
+    next_obs = last.next_state if after is None else after.state
     stepno = torch.where(over(last), 0, last.step_n + 1)
 
     # Row 0 has the action, reward and end of the previous step.
     if before is None:
         act = nested.map(torch.zeros_like, first.action)
         rew = torch.zeros(())
-        fin = yes
-        term = no
+        fin = torch.tensor(True)
+        term = torch.tensor(False)
     else:
         act = before.action
         rew = before.reward
@@ -345,7 +344,7 @@ def _column(steps, before, after):
         term = before.terminated
     state = State(
         stepno=torch.stack([*(s.step_n for s in steps), stepno]),
-        obs=nested.stack([*(s.state for s in steps), ahead]),
+        obs=nested.stack([*(s.state for s in steps), next_obs]),
         act=nested.stack([act, *(s.action for s in steps)]),
         rew=torch.stack([rew, *(s.reward for s in steps)]),
         fin=torch.stack([fin, *map(over, steps)]),
@@ -370,19 +369,20 @@ def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
     """Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of
     the same environment.
     """
-    # `(episode, step)` of the step that must follow, and of `step`
-    expected = int(before.episode_n), int(before.step_n) + 1
+    # The numbers of the step that must follow
+    episode_n = int(before.episode_n)
+    step_n = int(before.step_n) + 1
     if before.terminated | before.truncated:
-        expected = int(before.episode_n) + 1, 0
-    actual = int(step.episode_n), int(step.step_n)
-    if actual != expected:
+        episode_n += 1
+        step_n = 0
+    if (int(step.episode_n), int(step.step_n)) != (episode_n, step_n):
         raise DataError(
             "the steps of an environment must follow one another",
             pipe=pipe,
             lane=int(step.proc_id),
             env=int(step.env_id),
-            expected="step {1} of episode {0}".format(*expected),
-            got="step {1} of episode {0}".format(*actual),
+            expected=f"step {step_n} of episode {episode_n}",
+            got=f"step {int(step.step_n)} of episode {int(step.episode_n)}",
         )
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a39e43b
@@ -415,7 +415,7 @@ class _LaneQueues:
         self.queues.setdefault(env, deque()).append(step)
         return self.queues[env]
 
-    def complete(self, pipe) -> int:
+    def n_complete(self, pipe) -> int:
         """The number of waiting steps that every environment of the lane has.
 
         Some environments may have one more step, because the others' steps in the same row have not
@@ -527,10 +527,10 @@ class Fragments(Pipe):
             queue = lanes.setdefault(lane, _LaneQueues(lane)).add(step, self)
 
             # The last row of a fragment needs the observation of one more step.
-            if len(queue) > n and lanes[lane].complete(self) > n:
+            if len(queue) > n and lanes[lane].n_complete(self) > n:
                 yield lanes[lane].take(n)
 
         # The last steps of the stream
         for queues in lanes.values():
-            while rest := queues.complete(self):
+            while rest := queues.n_complete(self):
                 yield queues.take(min(rest, n))

@@ -48,14 +48,14 @@ class Tap(Pipe):
         self.see = _callable(see, self, "see(item)")
 
     def stream(self, items: Iterator) -> Iterator:
-        self.keep(**_kept(see=self.see))
+        self.keep(**_with_state(see=self.see))
         for item in items:
             self.see(item)
             yield item
 
 
-def _kept(**functions):
-    "Those of the functions that are objects with a state of their own."
+def _with_state(**functions):
+    "Those of the functions that are objects with a state of their own, by name."
     return {name: function for name, function in functions.items() if has_own_state(function)}
 
 # %% ../../nbs/pipes/19_taps.ipynb #47594b15
@@ -149,6 +149,9 @@ class EpisodeSums:
 
     Returns are summed in float64 and in the order of time. An episode whose first steps were not
     seen is counted when it ends, but not reported.
+
+    For each step, call `add` and then `end`, which begins new episodes; `add_steps` does this for
+    several steps. If steps may have been lost before, call `continue_at` first.
     """
 
     def __init__(self, n: int):
@@ -172,7 +175,7 @@ class EpisodeSums:
         rew: np.ndarray,
         valid: np.ndarray,
     ) -> None:
-        """Add one step. `ret` and `length` then include it; call `end` before the next one.
+        """Add one step. `ret` and `length` then include it.
 
         Args:
             rew: float `[n]`
@@ -367,7 +370,7 @@ class EpisodeStats(Pipe):
         self.sink = _callable(sink, self, "sink(episode_end)")
 
     def stream(self, items: Iterator) -> Iterator:
-        account = self.keep(account=EpisodeAccount(), **_kept(sink=self.sink))["account"]
+        account = self.keep(account=EpisodeAccount(), **_with_state(sink=self.sink))["account"]
         for item in items:
             if isinstance(item, Tick):
                 ends = account.see_tick(item)
@@ -450,7 +453,7 @@ class Throughput(Pipe):
 
     def stream(self, items: Iterator) -> Iterator:
         # The items since the last report
-        state = self.keep(rate=Rate(0, 0, 0, 0.0), **_kept(sink=self.sink))
+        state = self.keep(rate=Rate(0, 0, 0, 0.0), **_with_state(sink=self.sink))
         clock = self.clock
         # A resumed iteration counts the seconds of the interrupted one, too.
         start = clock() - state["rate"].seconds

@@ -162,13 +162,14 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
         addresses = gathered(None if listener is None else listener.address)
 
         # Each rank connects to the ranks before it. That fails if they are on another machine.
+        is_connected = listener is not None
         peers = {}
         try:
             for other in range(rank):
                 peers[other] = connections.enter_context(Client(addresses[other], "AF_UNIX"))
         except (OSError, ValueError, TypeError):
-            listener = None
-        if not all(gathered(listener is not None)):
+            is_connected = False
+        if not all(gathered(is_connected)):
             return None
 
         try:
@@ -184,7 +185,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
             # Each rank makes a memory of its own, and exchanges it with every other rank.
             memory_of = {rank: SharedMemory()}
             for other, peer in peers.items():
-                memory_of[other] = _exchanged(memory_of[rank], peer, rank < other)
+                memory_of[other] = _memory_of_peer(memory_of[rank], peer, rank < other)
         except (OSError, EOFError) as error:
             raise RuntimeError("Connection to another rank closed") from error
 
@@ -195,7 +196,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
     return sums
 
 
-def _exchanged(memory, peer, is_first):
+def _memory_of_peer(memory, peer, is_first):
     """Send our memory to another rank, and return the memory of that rank.
 
     Args:
@@ -205,10 +206,10 @@ def _exchanged(memory, peer, is_first):
     """
     if is_first:
         send_handle(peer, memory.fd, None)
-    memory_of_peer = SharedMemory(fd=recv_handle(peer))
+    received = SharedMemory(fd=recv_handle(peer))
     if not is_first:
         send_handle(peer, memory.fd, None)
-    return memory_of_peer
+    return received
 
 # %% ../../nbs/ranks/01_collectives.ipynb #3ef83dcb
 # Within a block `distributed`, the only element is the process group; outside, the list is empty.
@@ -383,18 +384,19 @@ def mean_of_all(
 
     # The gradients of the mean over the rows of all ranks
     n_rows = table[:, 0].sum()
-    for p, grad, n_ranks in zip(params, grads, n_with_grad.tolist()):
-        p.grad = (grad / n_rows).to(p.dtype) if n_ranks else None
+    for p, grad, n_ranks_with_grad in zip(params, grads, n_with_grad.tolist()):
+        p.grad = (grad / n_rows).to(p.dtype) if n_ranks_with_grad else None
 
-    # The means over these rows, and maxima for some metrics, without ranks that have no rows
-    means, maxima = _column_means(table[table[:, 0] > 0])
+    # The means over these rows, and maxima for some metrics, without ranks that have no rows. The
+    # loss is number 0, and the metrics begin with number 1.
+    means, maxima = _means_and_maxima(table[table[:, 0] > 0])
     joined_metrics = {}
     for k, name in enumerate(metrics, 1):
         joined_metrics[name] = float(maxima[k] if name in MAXIMA else means[k])
     return means[0], joined_metrics
 
 
-def _column_means(table):
+def _means_and_maxima(table):
     "Return weighted means and maxima of all columns but the first one, which has the weights."
     weight = table[:, 0].double()
     x = table[:, 1:].double()

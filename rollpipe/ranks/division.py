@@ -68,7 +68,7 @@ class _Joined(NamedTuple):
     size: int
 
 
-def _rows(fragment, size):
+def _joined_rows(fragment, size):
     "Make the `_Joined` whose items are the valid rows; a minibatch has `size` of them."
     place, n = places_in_batch(fragment.valid)
     rows = fragment.valid.flatten().nonzero()[:, 0]
@@ -79,7 +79,7 @@ def _rows(fragment, size):
     return _Joined(take, place.cpu(), torch.ones(n, dtype=torch.int64), size)
 
 
-def _columns(fragment, size):
+def _joined_columns(fragment, size):
     "Make the `_Joined` whose items are the columns; a minibatch has about `size` rows."
 
     def take(items):
@@ -114,7 +114,7 @@ def parts(
 
     # The columns of an actor with memory stay whole.
     is_recurrent = bool(nested.leaves(fragment.hx))
-    joined = _columns(fragment, size) if is_recurrent else _rows(fragment, size)
+    joined = _joined_columns(fragment, size) if is_recurrent else _joined_rows(fragment, size)
     n_items = len(joined.counts)
 
     # All ranks compute in each minibatch, because their gradients are summed. A rank without a row
@@ -131,6 +131,9 @@ def parts(
             yield Part(rows if n else substitute, n)
 
 # %% ../../nbs/ranks/02_division.ipynb #7e67687d
+_END = object()  # follows the last item of a rank
+
+
 def in_step(items: Iterable, what: str) -> Iterator:
     """Yield the items, as long as all ranks have one.
 
@@ -152,9 +155,6 @@ def in_step(items: Iterable, what: str) -> Iterator:
             )
         if item is not _END:
             yield item
-
-
-_END = object()  # follows the last item of a rank
 
 # %% ../../nbs/ranks/02_division.ipynb #a879fdf7
 def divide(pipe: IterDataPipe, k: int, size: int) -> None:

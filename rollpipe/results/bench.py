@@ -108,8 +108,10 @@ class Spec(NamedTuple):
     published: list
 
 # %% ../../nbs/results/01_bench.ipynb #71d0a002
-# Key -> kind of its value. The file may set these keys for all rows, and a row for itself.
-_SHARED = dict(
+# All dicts `..._KEYS` in this module are tables for `check_keys`: key -> kind of its value.
+
+# The keys that the file may set for all rows, and a row for itself
+_SHARED_KEYS = dict(
     seeds="a text or a list of whole numbers",
     steps="a whole number",
     preset="a text",
@@ -117,18 +119,19 @@ _SHARED = dict(
     episodes="a whole number",
     final_episodes="a whole number",
 )
-_OF_A_ROW = dict(
+# The keys of a row
+_ROW_KEYS = dict(
     algorithm="a text",
     env="a text",
     label="a text",
     options="names with values",
     env_kwargs="names with values",
     threshold="a number",
-    **_SHARED,
+    **_SHARED_KEYS,
 )
 
 # Option of the run that must not stand among the `options` of a row -> the key that sets it
-_BY_KEYS = dict(
+_KEY_OF_OPTION = dict(
     seed="seeds",
     steps="steps",
     preset="preset",
@@ -141,7 +144,7 @@ _BY_KEYS = dict(
 
 def _row(table, where):
     "Read a row from a table of the file that names one environment."
-    check_keys(table, _OF_A_ROW, where, needed=("algorithm", "env"))
+    check_keys(table, _ROW_KEYS, where, needed=("algorithm", "env"))
     algorithm = table["algorithm"]
     if algorithm not in ALGORITHMS:
         raise unknown_name(where, "algorithm", algorithm, ALGORITHMS)
@@ -154,20 +157,21 @@ def _row(table, where):
             got=str(every),
         )
 
-    # The seeds are a list or a text.
+    # The seeds are a list or a text, see `parse_seeds`.
     seeds = table.get("seeds", "0")
     if isinstance(seeds, list):
         seeds = ",".join(map(str, seeds))
     with located(pipe=where):
         seeds = parse_seeds(seeds)
 
-    # The table `options` has those of the algorithm and of the run, without those of `_BY_KEYS`.
+    # The table `options` has those of the algorithm and of the run. A key beside it sets those in
+    # `_KEY_OF_OPTION`.
     options = table.get("options", {})
     for name in options:
-        if name in _BY_KEYS:
+        if name in _KEY_OF_OPTION:
             raise DataError(
                 f"{where}: {name!r} stands among the options",
-                expected=f"the key {_BY_KEYS[name]} of the row, beside them",
+                expected=f"the key {_KEY_OF_OPTION[name]} of the row, beside them",
             )
     options = checked(options, options_for(algorithm) + RUN_OPTIONS, where)
 
@@ -189,7 +193,7 @@ def _row(table, where):
     )
 
 # %% ../../nbs/results/01_bench.ipynb #cee072f9
-_PUBLISHED = dict(
+_PUBLISHED_KEYS = dict(
     algorithm="a text",
     env="a text",
     name="a text",
@@ -214,7 +218,7 @@ def published_of(table: dict, pairs: Collection, where: str) -> Published:
         pairs: algorithm and environment of each row
         where: beginning of the error message, such as the file
     """
-    check_keys(table, _PUBLISHED, where, ("algorithm", "env", "name", "source", "mean"))
+    check_keys(table, _PUBLISHED_KEYS, where, ("algorithm", "env", "name", "source", "mean"))
     pair = (table["algorithm"], table["env"])
     if pair not in pairs:
         raise DataError(
@@ -226,11 +230,11 @@ def published_of(table: dict, pairs: Collection, where: str) -> Published:
 
 # %% ../../nbs/results/01_bench.ipynb #f7aa3feb
 _TABLES = "tables, such as [[row]]"
-_OF_A_FILE = dict(
+_FILE_KEYS = dict(
     title="a text",
     row=_TABLES,
     published=_TABLES,
-    **dict.fromkeys(_SHARED, "anything"),
+    **dict.fromkeys(_SHARED_KEYS, "anything"),
 )
 
 
@@ -251,7 +255,7 @@ def read_spec(path: str | Path) -> Spec:
         )
     shared = read_table(path)
     # `_row` checks the values that all rows share.
-    check_keys(shared, _OF_A_FILE, str(path))
+    check_keys(shared, _FILE_KEYS, str(path))
     title = shared.pop("title", path.stem)
     row_tables = shared.pop("row", [])
     published_tables = shared.pop("published", [])
@@ -331,8 +335,9 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
             **row.options,
         )
         with located(pipe=row.name):
-            # By default there are 20 evaluations. A configuration tells the number of steps, which
-            # may come from a preset. It needs some interval in steps, because of `patience`.
+            # By default there are 20 evaluations. The number of steps may come from a preset, so a
+            # first configuration tells it. To make one, some interval in steps must be given,
+            # because the option `patience` needs it.
             every = row.every
             if every is None:
                 every = max(1, make(eval_every="1 steps")["steps"] // 20)
@@ -360,12 +365,12 @@ def progress_of(job: Job) -> str:
     return "complete" if is_over else "unfinished"
 
 
-def _states(jobs):
-    """`(states, damaged)`: name of a run -> state, and name of a damaged run -> problem.
+def _progress_of_all(jobs):
+    """`(progress, damaged)`: name of a run -> `progress_of` it, and of a damaged run -> problem.
 
     A damaged run is no error here, because it must not stop the others.
     """
-    states = {}
+    progress = {}
     damaged = {}
     for job in jobs:
         try:
@@ -374,20 +379,18 @@ def _states(jobs):
             damaged[job.name] = str(e)
             continue
         try:
-            states[job.name] = progress_of(job)
+            progress[job.name] = progress_of(job)
         except CheckpointError as e:
             damaged[job.name] = str(e)
-    return states, damaged
+    return progress, damaged
 
 # %% ../../nbs/results/01_bench.ipynb #e4fe5ee4
-BENCH, BENCH_FORMAT = "bench.json", 1
+BENCH = "bench.json"  # name of the file that `rollpipe bench` writes
+BENCH_FORMAT = 1  # version of its format
 
-_OF_BENCH = dict(
-    title="a text",
-    rows="tables, such as [[row]]",
-    published="tables, such as [[row]]",
-)
-_NEEDED = dict(
+# The keys of this file, and those of a row in it
+_BENCH_KEYS = dict(title="a text", rows=_TABLES, published=_TABLES)
+_NEEDED_KEYS = dict(
     name="a text",
     label="a text",
     algorithm="a text",
@@ -395,7 +398,7 @@ _NEEDED = dict(
     command="a text",
     seeds="a list of whole numbers",
 )
-_OF_ROW = dict(_NEEDED, threshold="a number")
+_BENCH_ROW_KEYS = dict(_NEEDED_KEYS, threshold="a number")
 
 
 def read_bench(folder: Path) -> dict | None:
@@ -414,14 +417,14 @@ def read_bench(folder: Path) -> dict | None:
             expected=f"format {BENCH_FORMAT}",
             got=str(bench.get("format"))[:80],
         )
-    check_keys(bench, _OF_BENCH, where, ("title", "rows"), has_others=True)
+    check_keys(bench, _BENCH_KEYS, where, ("title", "rows"), has_others=True)
 
     rows = bench["rows"]
     if not rows:
         raise DataError(f"{where}: has no rows")
     for i, row in enumerate(rows, 1):
         of_row = f"{where}, row {i}"
-        check_keys(row, _OF_ROW, of_row, _NEEDED, has_others=True)
+        check_keys(row, _BENCH_ROW_KEYS, of_row, _NEEDED_KEYS, has_others=True)
         # The name is that of a folder. A file of a stranger must not lead to other folders.
         name = row["name"]
         if Path(name).name != name:
@@ -519,9 +522,9 @@ def _check_buildable(jobs):
             ) from e
 
 
-def _words(job, state, restart, quiet):
+def _words(job, progress, restart, quiet):
     "The words of the command that trains a run, or continues it."
-    restarts = restart and state == "unfinished"
+    restarts = restart and progress == "unfinished"
     _, *words_of_command = shlex.split(job.command)  # without `rollpipe`
     return [
         *python_words(),
@@ -531,6 +534,11 @@ def _words(job, state, restart, quiet):
         "--no-tensorboard",
         *(["--quiet"] if quiet else []),
     ]
+
+
+def _to_do(jobs, progress):
+    "The runs that are neither complete nor damaged."
+    return [job for job in jobs if progress.get(job.name) in ("missing", "unfinished")]
 
 
 def bench_command(
@@ -570,15 +578,15 @@ def bench_command(
     folder = Path(dir or f"runs/{Path(specification).stem}")
     runs = jobs_of(spec.rows, folder, tuple(imports))
     _check_rows(folder, read_bench(folder), spec)
-    states, damaged = _states(runs)
-    _check_buildable([run for run in runs if states.get(run.name) in ("missing", "unfinished")])
+    progress, _ = _progress_of_all(runs)
+    _check_buildable(_to_do(runs, progress))
 
     make_folder(folder)
     with locked(folder):
-        # The states are read again, because another bench may have held the lock until now.
-        states, damaged = _states(runs)
+        # The progress is read again, because another bench may have held the lock until now.
+        progress, damaged = _progress_of_all(runs)
         write_json(folder / BENCH, bench_file(spec, runs, read_bench(folder)))
-        todo = [run for run in runs if states.get(run.name) in ("missing", "unfinished")]
+        todo = _to_do(runs, progress)
         n_complete = len(runs) - len(todo) - len(damaged)
         steps = sum(run.config["steps"] for run in todo)
         print(
@@ -586,7 +594,7 @@ def bench_command(
             f"({format_number(steps)} steps), {jobs} at a time, in {folder}",
             flush=True,
         )
-        commands = {run.name: _words(run, states[run.name], restart, quiet) for run in todo}
+        commands = {run.name: _words(run, progress[run.name], restart, quiet) for run in todo}
         outcome = run_all(commands, jobs)
 
     # Damaged runs have failed before they began.

@@ -140,7 +140,7 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
     if bounds is None or bounds[0] < bounds[1]:
         return bounds
 
-    # All resamples give the same number. Only for 0 and 1 there is an exact interval.
+    # All resamples give the same number. There is an exact interval only if this is 0 or 1.
     n_pairs = len(xs) * min(n_runs)
     width = 1 - 0.025 ** (1 / n_pairs)
     exact = {0: (0.0, width), 1: (1 - width, 1.0)}
@@ -298,12 +298,12 @@ def differing_options(groups: Iterable) -> list:
         list: for each such option a tuple of texts: its name, and its value in each group, or all
             its values there if the runs of the group differ
     """
-    flat = []
+    configs_of_groups = []
     for runs in groups:
-        flat.append([flat_config(run.config) for run in runs if run.config])
+        configs_of_groups.append([flat_config(run.config) for run in runs if run.config])
     differing = []
-    for name in differing_names([*chain(*flat)]):
-        values = [_values(configs, name) for configs in flat]
+    for name in differing_names([*chain(*configs_of_groups)]):
+        values = [_values(configs, name) for configs in configs_of_groups]
         differing.append((name, *map(" | ".join, values)))
     return differing
 
@@ -371,8 +371,9 @@ def _of_bench(folder, bench):
         threshold = row.get("threshold")
         rows.append(
             RowResult(
-                row["label"],
-                *pair,
+                label=row["label"],
+                algorithm=row["algorithm"],
+                env=row["env"],
                 command=f"{row['command']} --seeds {seeds} --out {out}",
                 threshold=threshold_of(row["env"]) if threshold is None else threshold,
                 published=[x for x in bench["published"] if (x.algorithm, x.env) == pair],
@@ -384,13 +385,13 @@ def _of_bench(folder, bench):
     return Results(bench["title"], rows)
 
 
-def _train_command(run, *seeds):
-    "The command line that trains a run once more. `seeds` are the words that set its seeds."
+def _train_command(run, *seed_words):
+    "The command line that trains a run once more, with these words that set its seeds."
     config = run.config
     return typed_command(
         *launching_words(config.get("ranks", 1)),
         *("rollpipe", "train", config["algorithm"], config["env"]),
-        *("--config", run.folder / REQUEST, *seeds),
+        *("--config", run.folder / REQUEST, *seed_words),
         *import_words(config.get("imports", ())),
     )
 
@@ -445,9 +446,9 @@ def _of_runs(folder, runs):
         # Plain runs have no published figures.
         rows.append(
             RowResult(
-                label,
-                results[0].config["algorithm"],
-                env,
+                label=label,
+                algorithm=results[0].config["algorithm"],
+                env=env,
                 command=_command(results),
                 threshold=threshold_of(env),
                 published=[],

@@ -114,6 +114,7 @@ class RunProcess:
                     sys.stderr.write(f"{self.name}: {line}\n")
 
     def _wait(self, ended):
+        "Wait until the run has ended, and then call `ended`."
         self.process.wait()
         unguard([self.process.pid])
 
@@ -194,7 +195,8 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
         commands: name -> words of a command
         jobs: number of processes at a time
     """
-    ended = queue.SimpleQueue()
+    # Has an entry for each process that has ended, until the loop below takes it
+    ends = queue.SimpleQueue()
     waiting = list(commands)
     runs: dict[str, RunProcess] = {}
     stopped = None
@@ -209,10 +211,10 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                         runs[name] = RunProcess(
                             name,
                             commands[name],
-                            lambda: ended.put(None),
+                            lambda: ends.put(None),
                         )
                 elif n_running:
-                    ended.get()  # waits until a process has ended
+                    ends.get()  # waits until a process has ended
                 else:
                     break
             except KeyboardInterrupt as e:
@@ -290,16 +292,16 @@ def experiment_command(args: Namespace) -> None:
     )
 
     # Each run is the command that a user could type for its seed.
-    words = without(args.words, ("--seeds", "--jobs", "--out"))
+    words_of_run = without(args.words, ("--seeds", "--jobs", "--out"))
     commands = {
-        f"s{seed}": [*python_words(), *words, *typed(["--seed", seed, "--out", folder])]
+        f"s{seed}": [*python_words(), *words_of_run, *typed(["--seed", seed, "--out", folder])]
         for seed, folder in folders.items()
     }
     outcome = run_all(commands, jobs)
 
     # After an interruption, the same command with `--continue` resumes the runs.
-    words = without(args.words, (), ("--overwrite", "--continue"))
-    way_on = typed_command("rollpipe", *words, "--continue")
+    words_to_resume = without(args.words, (), ("--overwrite", "--continue"))
+    way_on = typed_command("rollpipe", *words_to_resume, "--continue")
     complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
     if complete and outcome.stopped is None:
         print(summary(complete), flush=True)
@@ -312,7 +314,7 @@ def experiment_command(args: Namespace) -> None:
 
 def _folders(args, seeds):
     "Seed -> the folder of its run. Raises the errors that all runs would raise."
-    # Seed -> configuration, and the folder of its run
+    # Seed -> the configuration of its run, and seed -> the folder
     configs = {seed: config_from(Namespace(**{**vars(args), "seed": seed})) for seed in seeds}
     folders = {
         seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config)
@@ -338,7 +340,8 @@ def _folders(args, seeds):
 
 def train_or_experiment(args: Namespace) -> None:
     "Train one run, or several with `--seeds`."
-    # An option that was not typed is no attribute of `args`.
+    # An option that was not typed is no attribute of `args`. `--continue` is the attribute
+    # `proceed`, because `continue` is a word of Python.
     seeds = getattr(args, "seeds", None)
     jobs = getattr(args, "jobs", None)
     if seeds is not None and hasattr(args, "seed"):

@@ -76,7 +76,7 @@ class Live(ThreadingHTTPServer):
     def __init__(self, folders: Sequence):
         self.folders = [open_run(path).folder for path in folders]
         self.token = secrets.token_urlsafe(24)
-        self.said = ""  # the answer to the last button
+        self.last_answer = ""  # what the run has answered to the last button
         self.drawing = Lock()  # matplotlib must not draw in two threads at once
 
         # Port 0 stands for any free port.
@@ -87,10 +87,10 @@ class Live(ThreadingHTTPServer):
     def controls(self) -> str:
         "The page with the forms, the last answer, and the frame with the pictures."
         forms = [_form(k, path) for k, path in enumerate(self.folders)]
-        said = f'<div role="status">{html.escape(self.said)}</div>'
+        status = f'<div role="status">{html.escape(self.last_answer)}</div>'
         frame = '<iframe src="view" title="runs"></iframe>'
         policy = "; form-action 'self'; frame-src 'self'"
-        return document("rollpipe live", [*forms, said, frame], policy, _LAYOUT)
+        return document("rollpipe live", [*forms, status, frame], policy, _LAYOUT)
 
     def pictures(self) -> str:
         "The page inside the frame: the pictures of all runs. The browser reloads it by itself."
@@ -102,16 +102,16 @@ class Live(ThreadingHTTPServer):
         return document(f"Runs at {time.strftime('%X')}", body, head=refresh + _FRAME)
 
     def ask(self, form: dict) -> None:
-        "Pass the wish of a form to its run. The answer, or an error, is kept in `said`."
+        "Pass the wish of a form to its run. The answer, or an error, is kept in `last_answer`."
         try:
             folder = self.folders[int(form["run"])]
             if form.get("do"):
                 wish = dict(do=form["do"])
             else:
                 wish = dict(set=options_in([form.get("set", "")], folder))
-            self.said = ask(folder, wish, _PATIENCE)
+            self.last_answer = ask(folder, wish, _PATIENCE)
         except (PipeError, OSError, ValueError, LookupError, TypeError) as e:
-            self.said = str(e)
+            self.last_answer = str(e)
 
 
 _HEADERS = {

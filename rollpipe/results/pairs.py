@@ -148,7 +148,7 @@ class Pairs(NamedTuple):
                 apart += (x.var() + y.var()) * len(x)
         return float(np.sqrt(paired / apart)) if apart else float("nan")
 
-    def lasts(self, last: int) -> int | None:
+    def duration_of_pairing(self, last: int) -> int | None:
         """The number of updates for which pairing helps, until `noise` reaches 1. None: not known.
 
         Args:
@@ -246,9 +246,11 @@ class Ablation(NamedTuple):
 
         # How long pairing helps, and how sure the table is
         n = min(len(pairs.at) for pairs in self.pairs)
-        lasts = {pairs.label: pairs.lasts(self.last) for pairs in self.pairs}
-        known = {label: m for label, m in lasts.items() if m is not None}
-        texts = [f"{m} of {k} updates with {label}" for label, m in known.items()]
+        durations = {pairs.label: pairs.duration_of_pairing(self.last) for pairs in self.pairs}
+        texts = []
+        for label, n_updates in durations.items():
+            if n_updates is not None:
+                texts.append(f"{n_updates} of {k} updates with {label}")
         if n > 1 and texts:
             sentences.append(f"Pairing lasts {', '.join(texts)}.")
         if n == 1:

@@ -125,30 +125,30 @@ $body
 """)
 
 
-def document(title: str, body: list, more: str = "", head: str = "") -> str:
+def document(title: str, body: list, policy: str = "", head: str = "") -> str:
     """A whole page of HTML, which loads nothing and runs no script.
 
     Args:
         title: title of the page; it is escaped
         body: parts of the page in HTML; empty parts are left out
-        more: what is added to the `Content-Security-Policy` of the page
+        policy: what is added to the `Content-Security-Policy` of the page
         head: what is added to the head of the page, in HTML
     """
     return _PAGE.substitute(
         title=html.escape(title),
         body="\n".join(filter(None, body)),
-        policy=more,
+        policy=policy,
         head=head,
         style=STYLE,
     )
 
 
-def _table(columns, rows):
+def _rows_html(columns, rows):
     "A table in HTML; empty if it has no rows."
     return table_html(columns, rows) if rows else ""
 
 
-def _picture(figure, name):
+def _figure_html(figure, name):
     "A figure as HTML; empty if there is no figure."
     return wide(svg(figure, name)) if figure else ""
 
@@ -167,10 +167,10 @@ def page(results: Results) -> str:
     # Title -> content of a section. An empty section is left out.
     differing = differing_options(row.results for row in results.rows)
     sections = {
-        "Learning curves": _picture(draw_curves(results), "curves"),
+        "Learning curves": _figure_html(draw_curves(results), "curves"),
         **{title: notes_html(texts) for title, texts in sentences(results).items()},
-        "The course of the diagnostics": _picture(diagnostics(results), "diagnostics"),
-        "What differs between the configurations": _table(["option", *names], differing),
+        "The course of the diagnostics": _figure_html(diagnostics(results), "diagnostics"),
+        "What differs between the configurations": _rows_html(["option", *names], differing),
         "The commands": commands,
     }
     body = [

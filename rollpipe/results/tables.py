@@ -66,7 +66,8 @@ def bounded(x: float, bounds: tuple | None) -> str:
     return f"{x:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _listed(items):
+def _with_commas(items):
+    "The items as text, with commas between them."
     return ", ".join(map(str, items))
 
 # %% ../../nbs/results/03_tables.ipynb #431c0252
@@ -95,7 +96,7 @@ class Summary(NamedTuple):
 
     def __str__(self):
         if self.bad:
-            return f"not a number (seed {_listed(self.bad)})"
+            return f"not a number (seed {_with_commas(self.bad)})"
         text = short_number(self.iqm)
         if self.n > 1:
             text += f" [{short_number(self.low)}, {short_number(self.high)}]"
@@ -128,7 +129,7 @@ def figure_of(row: RowResult, kind: str) -> Summary:
     return figure_over(x)
 
 # %% ../../nbs/results/03_tables.ipynb #71cde4fa
-def _needed(row: RowResult):
+def _threshold_cell(row: RowResult):
     "The cell with the threshold, the steps after which the runs have reached it, and their number."
     if row.threshold is None:
         return "-"
@@ -146,7 +147,7 @@ def _needed(row: RowResult):
     return f"{short_number(row.threshold)}: {text}"
 
 
-def _published(row, of):
+def _published_cell(row, of):
     "The cell with the published figures for a result of a row."
     figures = [x for x in row.published if x.of == of]
     texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in figures]
@@ -168,12 +169,12 @@ def table_of(results: Results) -> list:
                 "steps": format_number(max((run.steps for run in row.complete), default=0)),
                 "last policy, IQM": str(last),
                 "mean +- sd": with_sd(last.mean, last.sd),
-                "published": _published(row, "last"),
+                "published": _published_cell(row, "last"),
                 "best evaluation, IQM": str(evaluation),
                 "mean +- sd of it": with_sd(evaluation.mean, evaluation.sd),
-                "published best": _published(row, "best"),
+                "published best": _published_cell(row, "best"),
                 "best policy, IQM": str(figure_of(row, "best")),
-                "steps to threshold": _needed(row),
+                "steps to threshold": _threshold_cell(row),
                 "wall time": format_duration(float(np.median(seconds))) if seconds else "-",
             }
         )
@@ -212,13 +213,14 @@ def improvements(results: Results) -> list:
         xs = [x[env] for env in envs]
         ys = [y[env] for env in envs]
         if envs and np.isfinite(np.concatenate(xs + ys)).all():
-            figures = improvement(xs, ys), improvement_interval(xs, ys)
-            pairs.append((label, other, len(envs), *figures))
+            probability = improvement(xs, ys)
+            bounds = improvement_interval(xs, ys)
+            pairs.append((label, other, len(envs), probability, bounds))
     return pairs
 
 # %% ../../nbs/results/03_tables.ipynb #2e457810
-# Note about runs -> function that gives the fact for a run, which stands behind its seed. A run
-# without the fact is not in the note.
+# Text of a note -> function that gives the fact about a run. The note lists the seeds of the runs
+# that have such a fact, each with the fact in brackets.
 _FACTS: dict[str, Callable] = {
     "episodes of its evaluations were cut off, so their returns are partial: seed": (
         lambda run: run.cut_off
@@ -239,7 +241,7 @@ def _notes_of_row(row):
         left_out = [run for run in runs if run.state == state]
         why = "".join(f" ({run.problem})" for run in left_out if run.problem)
         if left_out:
-            seeds = _listed(run.seed for run in left_out)
+            seeds = _with_commas(run.seed for run in left_out)
             notes.append(f"{state}, and left out of the numbers: seed {seeds}{why}")
 
     # Few runs
@@ -269,7 +271,7 @@ def _notes_of_row(row):
         culprits[text] = [f"{seed} ({fact})" for seed, fact in facts if fact]
     for text, items in culprits.items():
         if items:
-            notes.append(f"{text} {_listed(items)}")
+            notes.append(f"{text} {_with_commas(items)}")
     return [f"{row.label} on {row.env}: {note}." for note in notes]
 
 
@@ -324,10 +326,10 @@ def sentences(results: Results, shown: Callable = str) -> dict:
         shown: function that escapes a name
     """
     better = []
-    for label, other, n, *figure in improvements(results):
+    for label, other, n, probability, bounds in improvements(results):
         pair = f"{shown(label)} > {shown(other)}"
         plural = "s" * (n > 1)
-        better.append(f"P({pair}) = {bounded(*figure)} over {n} environment{plural}.")
+        better.append(f"P({pair}) = {bounded(probability, bounds)} over {n} environment{plural}.")
 
     # The published figures that the numbers are compared with
     sources = []
@@ -346,26 +348,27 @@ def sentences(results: Results, shown: Callable = str) -> dict:
 def markdown(results: Results) -> str:
     "The report as Markdown."
     commands = [f"    {' '.join(row.command.split())}" for row in results.rows]
-    lists = [_list(title, texts) for title, texts in sentences(results, _plain).items()]
+    lists = [_titled_list(title, texts) for title, texts in sentences(results, _plain).items()]
     parts = [
         f"# {_plain(results.title)}",
         table_text(*columns_and_rows(results)),
         *lists,
         ABOUT,
-        _list("Notes", map(_plain, notes_of(results))),
+        _titled_list("Notes", map(_plain, notes_of(results))),
         "Commands:",
         "\n".join(commands),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _list(title, texts):
+def _titled_list(title, texts):
     "A list below a title; empty if there is nothing in it."
     lines = [f"- {text}" for text in texts]
     return "\n".join([f"{title}:\n", *lines]) if lines else ""
 
 
-_COLUMNS = (
+# The columns of `csv_text`
+_CSV_COLUMNS = (
     "environment label algorithm seed state steps "
     "last best_evaluation best steps_to_threshold seconds resumes"
 ).split()
@@ -373,14 +376,14 @@ _COLUMNS = (
 
 def csv_text(results: Results) -> str:
     "A CSV line for each run: algorithm and environment, state and results."
-    lines = [_COLUMNS]
+    lines = [_CSV_COLUMNS]
     for row in results.rows:
         lines += [_cells(row, run) for run in row.results]
     return csv_lines(lines)
 
 
 def _cells(row, run):
-    "The cells of a run, in the order of `_COLUMNS`."
+    "The cells of a run, in the order of `_CSV_COLUMNS`."
     # A spreadsheet would take a text with such a first character for a formula.
     texts = [
         f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

@@ -97,7 +97,7 @@ class ArrivalPool(SlotPool):
         arrived: Arrived,
     ) -> Any:
         "Copy an item that has arrived into its slot, and read it there."
-        arrived.put(self.slots[slot], position, self.states[slot].layout)
+        arrived.put(self.slots[slot], position, self.slot_states[slot].layout)
         return super().read(slot, position, arrived.item_format)
 
     def copy(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -107,7 +107,7 @@ class ArrivalPool(SlotPool):
         arrived: Arrived,
     ) -> Any:
         "As `SlotPool.copy`, of an item that has arrived."
-        arrived.put(self.slots[slot], position, self.states[slot].layout)
+        arrived.put(self.slots[slot], position, self.slot_states[slot].layout)
         return super().copy(slot, position, arrived.item_format)
 
 # %% ../../../nbs/pipes/32_cluster/02_ray_crew.ipynb #5ae6d508

@@ -232,7 +232,7 @@ class InProcessReadingService(ReadingServiceInterface):
     ) -> None:
         set_graph_random_seed(self.end, seed_generator)
 
-    def _tell(self, name, sources_first=False):
+    def _call_pipes(self, name, sources_first=False):
         "Call the method `name` of the pipes that have it."
         pipes = _breadth_first(traverse_dps(self.end), set())
         if sources_first:
@@ -244,10 +244,10 @@ class InProcessReadingService(ReadingServiceInterface):
 
     # The signatures are those of torchdata's services.
     def _pause(self, pause_fn=None):
-        self._tell("pause")
+        self._call_pipes("pause")
 
     def _resume(self, resume_fn=None):
-        self._tell("resume", sources_first=True)
+        self._call_pipes("resume", sources_first=True)
 
     def _limit(self, num_batches, limit_fn=None):
         pass
@@ -266,8 +266,8 @@ class LoaderIterator(Iterator):
     def __init__(self, loader: "DataLoader2", number: int):
         self.loader = loader
         self.number = number
-        self.count = 0  # number of items since the last pause
-        self.most = None  # number of items until the next pause; None: no limit
+        self.count = 0  # number of items since the last pause, or the last call of `limit`
+        self.most = None  # `count` at which the loader pauses; None: no limit
 
     def __next__(self) -> Any:
         loader = self.loader
@@ -322,6 +322,7 @@ class LoaderIterator(Iterator):
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #c43a1b0a
 def _clone(x):
+    "A copy by pickling."
     return pickle.loads(pickle.dumps(x))
 
 
@@ -450,6 +451,7 @@ class DataLoader2:
         self.shutdown()
 
     def _tell(self, name):
+        "Call a method of the reading service that every service has."
         if self.reading_service is not None:
             getattr(self.reading_service, name)()
 

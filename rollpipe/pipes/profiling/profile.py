@@ -92,7 +92,7 @@ class MeasuredTime:
         self.seconds = seconds
         self.n = 0
         self.steps = 0.0
-        self.ended = False
+        self.stream_ended = False  # did the items end before the time was over?
         self.error = None
         self.begin = self.mark()
         self.end = self.begin
@@ -125,7 +125,7 @@ class MeasuredTime:
                 elif self.clock.now() - after_first.time >= self.seconds:
                     break
             else:
-                self.ended = True
+                self.stream_ended = True
         except Exception as e:
             self.error = e
 
@@ -260,7 +260,7 @@ def profile(
         try:
             measured.run(items, _consumer(update, clock.account(), len(stages)))
         finally:
-            _end(items, service, measured)
+            _close_all(items, service, measured)
 
     # The figures, with the learner as the last stage.
     before = measured.begin.reading
@@ -275,24 +275,24 @@ def profile(
         n_workers,
     )
     if update is not None:
-        learning, _ = _last_two_times(before, after)
+        learning, _ = _learner_and_other_times(before, after)
         figures.append(_learner_figures(float(learning) / duration))
         edges = _with_learner(edges)
     result = Profile(
-        measured.duration,
-        measured.n_items,
-        figures,
-        edges,
-        _worker_figures([service], measured.begin.monotonic, duration),
-        measured.steps_per_s,
-        measured.error,
-        measured.ended,
+        seconds=measured.duration,
+        n_items=measured.n_items,
+        stages=figures,
+        edges=edges,
+        workers=_worker_figures([service], measured.begin.monotonic, duration),
+        steps_per_s=measured.steps_per_s,
+        error=measured.error,
+        ended=measured.stream_ended,
     )
     result.advice = advice_for(result, setting_of(graph, n_workers, service.lag))
     return result
 
 
-def _last_two_times(before, after) -> np.ndarray:
+def _learner_and_other_times(before, after) -> np.ndarray:
     """The times of the learner and of the code outside of all stages, between two `Reading`s [s].
 
     They are the last two columns of the sums in this process; own times are row 0, see
@@ -303,7 +303,15 @@ def _last_two_times(before, after) -> np.ndarray:
 
 def _learner_figures(share) -> StageFigures:
     "The figures of the learner, which takes this share of the time."
-    return StageFigures(LEARNER, "here", share, {}, 0.0, 0.0, 0.0)
+    return StageFigures(
+        label=LEARNER,
+        place="here",
+        share=share,
+        parts={},
+        awaited=0.0,
+        items_per_s=0.0,
+        bytes_per_s=0.0,
+    )
 
 
 def _with_learner(edges) -> list:
@@ -345,11 +353,11 @@ def _check(pipe, seconds, service, update):
         )
 
 
-def _end(items, service, measured):
+def _close_all(items, service, measured):
     "Close the stream. An exception is stored in `measured`, unless there is an earlier one."
-    for end in (lambda: close(items), service.finalize):
+    for close_one in (lambda: close(items), service.finalize):
         try:
-            end()
+            close_one()
         except Exception as e:
             measured.error = measured.error or e
 
@@ -437,17 +445,17 @@ class Ongoing:
         for x in stage_figures(self.stages, self.places, before, after, duration):
             share = math.nan if x.place == "workers" else x.share
             stages.append(x._replace(share=share))
-        learning, other = _last_two_times(before, after) / duration
+        learning, other = _learner_and_other_times(before, after) / duration
         services = dict.fromkeys(seam.service for seam in self.seams)
         stages.append(_learner_figures(float(learning)))
 
         result = Profile(
-            duration,
-            measured.n_items,
-            stages,
-            self.edges,
-            _worker_figures(services, measured.begin.monotonic, duration),
-            measured.steps_per_s,
+            seconds=duration,
+            n_items=measured.n_items,
+            stages=stages,
+            edges=self.edges,
+            workers=_worker_figures(services, measured.begin.monotonic, duration),
+            steps_per_s=measured.steps_per_s,
             other=float(other),
         )
         measured.begin = measured.end

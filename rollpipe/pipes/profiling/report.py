@@ -134,10 +134,9 @@ def slowest_of(figures: list) -> int | None:
     if slowest is None or not shares[slowest]:
         return None
 
-    # If this process waits for its workers longer than for anything else, compare two shares: that
-    # of this waiting, and that of the workers' time in which they collect. If they collect for at
-    # least half as large a share, one of their stages is the slowest. Otherwise it is the exchange
-    # with them.
+    # If this process mostly waits for its workers, the cause may be their stages, or the exchange
+    # with them. The stages are the cause if the workers collect for at least half as large a share
+    # of their time: for at least 0.4 of it, if the process waits for 0.8 of its own.
     in_workers = [i for i, x in enumerate(figures) if x.place == "workers"]
     collecting = sum(shares[i] for i in in_workers)
     if figures[slowest].place == "seam" and collecting >= shares[slowest] / 2:
@@ -168,6 +167,9 @@ def bytes_text(x: float) -> str:
     return f"{x:.3g} {prefix}B/s"
 
 # %% ../../../nbs/pipes/31_profiling/01_report.ipynb #ebd32c99
+LEARNER = "the learner"  # label of this stage
+
+
 @dataclass(repr=False)
 class Profile:
     """The result of `profile`. `str` gives a text, and a notebook shows a picture.
@@ -278,9 +280,6 @@ class Profile:
         figures["stages"] = [StageFigures(*x) for x in figures["stages"]]
         figures["workers"] = [WorkerFigures(*x) for x in figures["workers"]]
         return cls(**figures)
-
-
-LEARNER = "the learner"
 
 
 def _is_measured(x) -> bool:

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,7 +226,7 @@ class Room:
 
     Args:
         file: the HDF5 file
-        raw: the same file, open for bytes
+        raw: the same file, opened once more, for bytes
     """
 
     BLOCK = 2**24  # bytes
@@ -458,11 +458,11 @@ def _conforming(tree, likes, name):
         raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #9294fbe4
-def _write(file, room, n, episode, obs_likes, act_likes, forms):
+def _write(file, room, n, episode, obs_likes, act_likes, info_shapes):
     """Write episode `n`.
 
-    `forms` has the shape of each info in the episodes so far: path -> shape of one step. Those of
-    this episode are added.
+    `info_shapes` has the infos of the episodes so far: path -> shape of one step. The infos of this
+    episode are added.
     """
     # Infos have a row before the first step, which is marked as missing.
     n_steps = len(episode.rew)
@@ -477,11 +477,11 @@ def _write(file, room, n, episode, obs_likes, act_likes, forms):
                 leaf=path,
                 expected="a name without /",
             )
-        if forms.setdefault(path, x.shape[1:]) != x.shape[1:]:
+        if info_shapes.setdefault(path, x.shape[1:]) != x.shape[1:]:
             raise DataError(
                 "an info has several shapes",
                 leaf=path,
-                expected=f"{list(forms[path])}",
+                expected=f"{list(info_shapes[path])}",
                 got=f"{list(x.shape[1:])}",
             )
 
@@ -571,15 +571,16 @@ def to_minari(
     about |= as_json(metadata or {}, "metadata")
 
     episodes = whole_episodes(fragments, unfinished=unfinished, repeat_last=repeat_last)
-    forms = {}
+    info_shapes = {}
     with whole_folder(path, replace) as new_folder:
         data = new_folder / "data"
         data.mkdir()
         main = data / "main_data.hdf5"
-        with h5py.File(main, "w", track_order=True) as file, open(main, "rb+") as raw:
-            room = Room(file, raw)
+        with ExitStack() as files:
+            file = files.enter_context(h5py.File(main, "w", track_order=True))
+            room = Room(file, files.enter_context(open(main, "rb+")))
             for n, episode in enumerate(episodes):
-                _write(file, room, n, episode, obs_likes, act_likes, forms)
+                _write(file, room, n, episode, obs_likes, act_likes, info_shapes)
                 about["total_episodes"] += 1
                 about["total_steps"] += len(episode.rew)
         if not about["total_episodes"]:

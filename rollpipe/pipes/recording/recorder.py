@@ -48,7 +48,8 @@ from rollpipe.pipes.keeping.files import (
 )
 
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #2bccceec
-FORMAT = 2
+FORMAT = 2  # version of the format of the files
+# Name of a file: number of its first item, and number after that of its last item
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.safetensors(\.gz)?")
 # Unit in capital letters -> bytes: KB, MB, ... are powers of 1000, and KIB, MIB, ... of 1024.
 _UNITS = dict(B=1)
@@ -142,7 +143,7 @@ class ItemFolder:
         # between.
         self.pool = ThreadPoolExecutor(1) if compress else None
         self.waiting = deque()
-        self.failed: Any = None
+        self.first_error: Any = None
 
         with names_file(path):
             make_folder(path)
@@ -219,19 +220,19 @@ class ItemFolder:
             )
         path = self.path / f"{first:09}-{end:09}.safetensors"
         if self.pool is None:
-            return self._written(path, self._write(path, codes, tensors))
+            return self._count_file(path, self._write_file(path, codes, tensors))
 
         # At most two files wait for the thread.
         while len(self.waiting) > 1:
             self._finish()
         path = path.with_name(f"{path.name}.gz")
-        future = self.pool.submit(self._write, path, codes, tensors)
+        future = self.pool.submit(self._write_file, path, codes, tensors)
         self.waiting.append((path, future))
 
-    def _write(self, path, codes, tensors):
+    def _write_file(self, path, codes, tensors):
         "Write a file under another name, and rename it. Returns its size in bytes."
-        if self.failed is not None:
-            raise self.failed
+        if self.first_error is not None:
+            raise self.first_error
         data = packed("recording", FORMAT, codes, tensors)
         if path.suffix == ".gz":
             data = _compressed(data)
@@ -245,25 +246,25 @@ class ItemFolder:
         except BaseException as e:
             temporary.unlink(missing_ok=True)
             if isinstance(e, OSError):
-                self.failed = e
+                self.first_error = e
             raise
         return len(data)
 
     def _finish(self):
         "Wait until the thread has written its oldest file."
         path, future = self.waiting.popleft()
-        self._written(path, future.result())
+        self._count_file(path, future.result())
 
-    def _written(self, path, size):
+    def _count_file(self, path, size):
         "Count a file that was written, and remove the oldest ones above the limit."
         self.files.append((path, size))
         self.unsafe.append(path)
         self.total += size
         limit = math.inf if self.limit is None else self.limit
         while self.total > limit and len(self.files) > 1:
-            oldest, size = self.files.popleft()
+            oldest, size_of_oldest = self.files.popleft()
             oldest.unlink(missing_ok=True)
-            self.total -= size
+            self.total -= size_of_oldest
 
     def sync(self) -> None:
         "Wait until all files are on disk."
@@ -357,8 +358,8 @@ class ItemWriter:
             )
         # The codes of the pair, and of the list of answers in it, see `add`
         _, code_of_answers = self.codes[str(n)]["list"]
-        asked = code_of_answers["list"]
-        asked.append(self._encoded(answer, f"{n}.asked.{len(asked)}"))
+        answer_codes = code_of_answers["list"]
+        answer_codes.append(self._encoded(answer, f"{n}.asked.{len(answer_codes)}"))
 
     def flush(self) -> None:
         "Write a file with the items that are in no file yet."
@@ -486,6 +487,7 @@ class AskedSource(TickSource):
 
 
 def _reported(samples, tell) -> Iterator:
+    "The samples, each of which is passed to `tell` when it is drawn."
     for sample in samples:
         tell(sample)
         yield sample
@@ -504,7 +506,7 @@ def without_objects(item: Any) -> Any:
 
 
 def asking(item: Any, tell: Any) -> Any:
-    """The item, but so that each answer that it gives later is also passed to `tell`.
+    """The item; if it gives answers, a copy that also passes each later answer to `tell`.
 
     A `Tick` answers with reactions of its actor, and a `Replayed` with samples.
 
@@ -614,10 +616,11 @@ class Recorder(Pipe):
             write_atomically(folder / "about.json", json.dumps(self.about(), indent=1).encode())
             for item in items:
                 yield self._recorded(writer, progress, item)
-            self._guarded(progress, writer.sync)
+            self._unless_stopped(progress, writer.sync)
         finally:
             if self.running is writer:
                 self.running = None
+            # A recording that has stopped writes no more, but it still releases its folder.
             self._guarded(progress, writer.close)
 
     def _n_existing(self):
@@ -629,20 +632,23 @@ class Recorder(Pipe):
         "Record the item. Returns it as it is passed on."
         if progress["stopped"]:
             return item
-        n = self._guarded(progress, writer.add, without_objects(item))
+        n = self._unless_stopped(progress, writer.add, without_objects(item))
         progress["n"] = writer.n
         if n is None:  # the recording has just stopped
             return item
-        return asking(item, lambda answer: self._guarded(progress, writer.ask, n, answer))
+        return asking(item, lambda answer: self._unless_stopped(progress, writer.ask, n, answer))
+
+    def _unless_stopped(self, progress, write, *args):
+        "As `_guarded`. Returns None, without a call, if the recording has stopped."
+        if progress["stopped"]:
+            return None
+        return self._guarded(progress, write, *args)
 
     def _guarded(self, progress, write, *args):
         """Call `write`, and return its result.
 
         With `on_error='stop'`, a full disk stops the recording, and None is returned.
         """
-        # A recording that has stopped writes no more, but it still releases its folder.
-        if progress["stopped"] and write.__name__ != "close":
-            return None
         try:
             return write(*args)
         except PipeError as e:
@@ -672,12 +678,13 @@ class Recorder(Pipe):
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         "As `Pipe.get_state`. What was recorded so far is then on disk."
         if self.running is not None and self.kept:
-            self._guarded(self.kept, self.running.sync)
+            self._unless_stopped(self.kept, self.running.sync)
         if self.kept or self.restored:
             return super().get_state(chunks)
 
-        # The lane has not begun, or has ended, so it keeps nothing itself. The iteration that
-        # resumes from this state keeps the items that are in the folder now, also without `append`,
-        # and removes only those that are recorded later. So the number comes from the folder.
+        # No iteration is open: it has not begun, or has ended. The iteration that resumes from this
+        # state keeps the items that are in the folder now, also without `append`, and removes only
+        # those that are recorded later. So the number comes from the folder. The form of the state
+        # is that of `Pipe.get_state`.
         progress = dict(n=self._n_existing(), stopped=False)
         return dict(capture(progress), keeps=[*progress])

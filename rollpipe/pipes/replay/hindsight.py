@@ -104,13 +104,14 @@ class GoalRules:
         if method is None:
             return None
         try:
-            n, *goal = achieved.shape
+            n, *goal_shape = achieved.shape
 
             # First one call for all steps is tried. A method for a single step may return one
-            # number for each component of a goal, which must not be taken for results of the steps.
-            # So some steps are repeated, until their number differs from all sizes of a goal.
-            lengths = range(n, n + len(goal) + 1)
-            length = next(k for k in lengths if k not in goal)
+            # number for each component of a goal. For 3 steps with goals of 3 numbers, these would
+            # look like the results of the steps. So some steps are repeated until their number
+            # differs from all sizes of a goal; here 4 steps are passed.
+            lengths = range(n, n + len(goal_shape) + 1)
+            length = next(k for k in lengths if k not in goal_shape)
             step = np.arange(length) % max(1, n)
             if n:
                 answers = np.array(method(achieved[step], desired[step], {}))
@@ -286,8 +287,9 @@ def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) ->
     slots_ahead = [slot]
     count = np.ones(len(slot), np.int64)
 
-    # All episodes are followed together, step by step. `unfinished` has the indices of those that
-    # have not reached their end. A negative slot means that no further step is stored.
+    # All episodes are followed together, step by step. `unfinished` has the indices of the steps
+    # whose episodes have not reached their end. A negative slot means that no further step is
+    # stored.
     unfinished = np.arange(len(slot))
     while len(unfinished):
         after = next_slot[slots_ahead[-1][unfinished]]

@@ -90,10 +90,11 @@ class Replay(Seeded, Pipe):
     """
 
     reads = 1
-    # x -> list of the x of all ranks. Ranks compare their steps with it, so that all draw the same
-    # number of samples. Here there is one rank; `ranks.division` puts in the function of several.
+    # A function of `x` that returns a list of the `x` of all ranks. The ranks compare their steps
+    # with it, so that all draw the same number of samples. This function is for a single rank. If
+    # there are several, `divide` in `ranks.division` sets another one.
     gathered: Any = staticmethod(lambda x: [x])
-    # the folder with the chunks of the `restored` state, see `set_state`
+    # The folder with the chunks of the `restored` state, see `set_state`
     chunks: ChunkFolder | None = None
 
     def __init__(

@@ -155,17 +155,17 @@ class StepLinks:
 
         Returns True if they follow. Arguments are those of `join`.
         """
-        # Of the environments whose last step is still in the ring: the slots of this step and of
-        # the first new step, and the look-ahead row
+        # Some environments still have their last step in the ring. For these: the slots of this
+        # step and of the first new step, and the look-ahead row
         in_ring = end.serial >= self.ring.oldest
         last = self.ring.slot(end.serial[in_ring])
         first = self.ring.slot(serial[in_ring, 0])
         ahead = self.look_ahead.records[-1 - self.next[last]]
 
-        # Step numbers and observations must agree, except where a new episode may follow. Of the
-        # environments whose last step is no longer in the ring, only the step numbers are compared
-        # (`end` has them): the look-ahead row, which has the observation, was released with the
-        # record of that step.
+        # Step numbers and observations must agree, except where a new episode may follow. The other
+        # environments have their last step no longer in the ring, and its look-ahead row, which had
+        # the observation, was released with it. So only their step numbers are compared, which
+        # `end` has.
         begins_episode = ahead[self.fin] & (stepno[0, in_ring] == 0)
         must_agree = ~(begins_episode & self.episodes_follow)
         compared = np.ones(len(serial), bool)
@@ -188,23 +188,24 @@ class StepLinks:
         return True
 
 # %% ../../../nbs/pipes/24_replay/02_store.ipynb #0111c233
-def _same_dtypes(*infos) -> tuple:
-    """`infos`, two containers of tensors, cast to common dtypes.
+def _same_dtypes(infos, other_infos) -> tuple:
+    """Two containers of tensors, cast to common dtypes.
 
     A container that has these dtypes already is returned unchanged.
     """
-    (xs, structure), (ys, other_structure) = map(nested.flatten, infos)
+    xs, structure = nested.flatten(infos)
+    ys, other_structure = nested.flatten(other_infos)
     if structure != other_structure:
-        return infos  # `_check` then raises the error
+        return infos, other_infos  # `StepStore._check` then raises the error
 
     dtypes = [torch.promote_types(x.dtype, y.dtype) for x, y in zip(xs, ys)]
 
-    def cast(info, leaves):
+    def cast(container, leaves):
         if [x.dtype for x in leaves] == dtypes:
-            return info
+            return container
         return structure.unflatten(map(torch.Tensor.to, leaves, dtypes))
 
-    return cast(infos[0], xs), cast(infos[1], ys)
+    return cast(infos, xs), cast(other_infos, ys)
 
 # %% ../../../nbs/pipes/24_replay/02_store.ipynb #092b29ba
 class StepStore:
@@ -274,8 +275,8 @@ class StepStore:
         self._check(fragment)
 
         # The columns, lane after lane
-        lanes = strands(fragment)
-        order = np.concatenate([np.r_[columns] for _, _, columns in lanes])
+        fragment_strands = strands(fragment)
+        order = np.concatenate([np.r_[columns] for _, _, columns in fragment_strands])
 
         # The steps of a column go into successive slots.
         serial, replaced = self.ring.take(fragment.valid.numel())
@@ -289,7 +290,7 @@ class StepStore:
         stepno = fragment.state.stepno.cpu().numpy()[:, order]
         added = []
         begin = 0
-        for lane, seq, columns in lanes:
+        for lane, seq, columns in fragment_strands:
             end = begin + columns.stop - columns.start
             steps = self.links.join(
                 lane,

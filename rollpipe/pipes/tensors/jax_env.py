@@ -80,11 +80,8 @@ class JaxEnv(TensorEnv):
             # runs at each step, because mapped code cannot branch for one environment alone.
             next_state, first_obs = reset(reset_key)
 
-            def where_over(new, old):
-                return jax.tree.map(lambda x, y: jax.numpy.where(is_over, x, y), new, old)
-
-            state = where_over(next_state, state)
-            obs = where_over(first_obs, last_obs)
+            state = _choice(is_over, next_state, state)
+            obs = _choice(is_over, first_obs, last_obs)
             carried = key, state, jax.numpy.where(is_over, 0, n_steps)
             return carried, (obs, rew, terminated, truncated, last_obs, info)
 
@@ -150,6 +147,12 @@ def _jax() -> Any:
     except ImportError:
         raise ImportError("simulators in JAX need it: pip install 'rollpipe[jax]'") from None
     return jax
+
+
+def _choice(condition, tree, other):
+    "`tree` if the condition is true, else `other`: nested arrays of the same form."
+    jax = _jax()
+    return jax.tree.map(lambda x, y: jax.numpy.where(condition, x, y), tree, other)
 
 
 def _is_key(x):

@@ -107,12 +107,9 @@ class TensorFactory:
         self.source = source
         self.n_envs = n_envs
         self.lends = isinstance(source, TensorEnv)
+        # The class or function that gives the name; that of a `functools.partial` is its `func`
         named = type(source) if self.lends else getattr(source, "func", source)
-        self.name = getattr(
-            named,
-            "__name__",
-            type(named).__name__,
-        )
+        self.name = getattr(named, "__name__", type(named).__name__)
         if not self.lends and not callable(source):
             raise EnvError(
                 "unusable environment source",
@@ -302,6 +299,7 @@ class BlockCheck:
         finite = FiniteCheck(structure.unflatten([x[0] for x in arrays]), self.name)
         in_range = RangeCheck(self.space, self.name)
         for t in range(len(arrays[0])):
+            # The results of both checks begin with `(environment, leaf, value)`.
             row = [x[t] for x in arrays]
             findings = []
             non_finite = finite.find(row)
@@ -488,17 +486,18 @@ class TensorBatch(Batch):
         # If an environment is lent again, only the newest batch may step it.
         self.claim = Claim()
         self.claim.take(env)
-        self.one = None if keeper is None else keeper.begin(env)
-        self.played = played(env, self.one, keeper)
+        # A `Kept`, and the environment that reports its resets and steps to it; see `played`
+        self.kept = None if keeper is None else keeper.begin(env)
+        self.played = played(env, self.kept, keeper)
         try:
-            self._learn(seed, clip_actions)
+            self._read_attributes(seed, clip_actions)
         except PipeError as e:
             self.close()
             self._locate(e, self.env_name)
             raise
         self.infos = TensorInfos(self.n, self.device, info_keys)
 
-    def _learn(self, seed, clip_actions):
+    def _read_attributes(self, seed, clip_actions):
         "Read and check the attributes of the environment: device, `n_envs` and spaces."
         env = self.env
 
@@ -532,7 +531,8 @@ class TensorBatch(Batch):
         self._final_form = form("final_obs", self.obs_like)
         number = torch.empty(self.n, dtype=torch.float32, device="meta")
         flag = torch.empty(self.n, dtype=torch.bool, device="meta")
-        self._one_each = form("rew", number), form("terminated", flag), form("truncated", flag)
+        # The results that have one number for each environment
+        self._per_env_forms = form("rew", number), form("terminated", flag), form("truncated", flag)
 
         # The checks of numbers, which run at the end of a fragment
         self.obs_check = BlockCheck("obs", env.observation_space, self.device)
@@ -568,13 +568,8 @@ class TensorBatch(Batch):
             with located("step()", EnvError):
                 answer = self.played.step(actions)
             values = "(obs, rew, terminated, truncated, final_obs, info)"
-            obs, *one_each, final, info = tuple_of(
-                answer,
-                6,
-                "step",
-                values,
-            )
-            rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
+            obs, *per_env, final, info = tuple_of(answer, 6, "step", values)
+            rew, term, trunc = [form.check(x)[0] for form, x in zip(self._per_env_forms, per_env)]
             return TensorOutcome(
                 self._obs_form.check(obs),
                 rew,
@@ -591,13 +586,13 @@ class TensorBatch(Batch):
         if form is not None:
             infos = nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
         return dict(
-            env=self._kept(self.one).state(),
+            env=self._kept(self.kept).state(),
             infos=infos,
         )
 
     def set_state(self, state: dict) -> None:
         "See `Batch`."
-        self._kept(self.one).restore(state["env"])
+        self._kept(self.kept).restore(state["env"])
         if state["infos"] is not None:
             self.infos.expect(state["infos"])
 
@@ -625,24 +620,27 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
         act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
         rew: [T+1, B]; row 0 is not checked
     """
-    # `(row of the fragment, order within the row, finding)`. Within a row, the action comes first
-    # (order 0), because rewards and observations are the answers to it.
-    findings = []
+    # A check, the rows that it looks at, and the row of the fragment with which they begin. Within
+    # a row, the action comes first, because rewards and observations are the answers to it.
     checks = (
         (batch.act_check, [x[1:] for x in act], 1),
         (batch.rew_check, [rew[1:]], 1),
         (batch.obs_check, obs, 0),
     )
-    for order, (check, leaves, first_row) in enumerate(checks):
+
+    # `(row of the fragment, check, finding)`. `min` gives the first of several in the same row.
+    findings = []
+    for check, leaves, first_row in checks:
         finding = check.find(leaves)
         if finding is not None:
-            findings.append((finding.t + first_row, order, finding))
+            findings.append((finding.t + first_row, check, finding))
     if not findings:
         return
-    row, order, (_, b, leaf, value, space) = min(findings, key=lambda x: x[:2])
+    row, check, finding = min(findings, key=lambda x: x[0])
+    _, b, leaf, value, space = finding
 
     got = f"{value.tolist()} in row {row} of the fragment"
-    if order > 0:
+    if check is not batch.act_check:
         batch.refuse(b, leaf, got, space)
     raise ActorError(
         "non-finite action" if space is None else "out of range",

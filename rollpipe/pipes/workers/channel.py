@@ -49,6 +49,10 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
+# Set an attribute of an exception, even if its class forbids that, as a frozen dataclass does.
+_set = BaseException.__setattr__
+
+
 def pack_exception(e: BaseException, where: str) -> tuple:
     """Convert an exception to a message for another process.
 
@@ -69,7 +73,7 @@ def pack_exception(e: BaseException, where: str) -> tuple:
     lines = traceback.format_exception(type(e), e, e.__traceback__)
     text = shortened(f"in {place}:\n" + "".join(lines))
     message = "".join(traceback.format_exception_only(type(e), e)).strip()
-    instead = WorkerError(shortened(f"an exception {message}"))
+    substitute = WorkerError(shortened(f"an exception {message}"))
 
     # Pickle the exception without traceback and causes. The pickle is loaded once here, to see
     # whether it restores an exception of the same class.
@@ -83,7 +87,7 @@ def pack_exception(e: BaseException, where: str) -> tuple:
                 return text, packed
         except BaseException:
             pass  # `__reduce__` and `__init__` of a user's exception may raise anything
-    return text, pickle.dumps(instead)
+    return text, pickle.dumps(substitute)
 
 
 def _innermost_pipe(e) -> str | None:
@@ -99,8 +103,10 @@ def _innermost_pipe(e) -> str | None:
     return pipe if isinstance(pipe, str) else type(pipe).__name__
 
 
-# Set an attribute of an exception, even if its class forbids that, as a frozen dataclass does.
-_set = BaseException.__setattr__
+def _selves(tb) -> list:
+    "The `self` of each frame of a traceback, innermost first."
+    frames = [frame for frame, _ in traceback.walk_tb(tb)]
+    return [frame.f_locals["self"] for frame in reversed(frames) if "self" in frame.f_locals]
 
 
 def send_exception(link: Any, e: BaseException, where: str) -> None:
@@ -120,7 +126,7 @@ def send_exception(link: Any, e: BaseException, where: str) -> None:
     text, packed = pack_exception(e, where)
     message = ("error", text, packed)
     if isinstance(e, SystemExit):
-        # The receiver passes the rest of the message to `log_warning`, whose `once` is then None.
+        # Without a key `once`, see `send_warning`: the parent logs each of these warnings.
         message = ("warning", shortened(text))
     try:
         link.send(message)
@@ -166,12 +172,6 @@ def log_warning(text: str, once: str | None = None) -> None:
         log.warning(text)
     if once is not None:
         _LOGGED.add(once)
-
-
-def _selves(tb) -> list:
-    "The `self` of each frame of a traceback, innermost first."
-    frames = [frame for frame, _ in traceback.walk_tb(tb)]
-    return [frame.f_locals["self"] for frame in reversed(frames) if "self" in frame.f_locals]
 
 
 def unpack_exception(text: str, packed: bytes) -> BaseException:
@@ -244,6 +244,11 @@ class TracebackFile:
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0a972c7b
 class _Buffer(NamedTuple):
     """Memory for one publication: the weights of all holders at one moment.
+
+    Holders are objects with weights, such as actors. No lock protects a buffer. The publisher sets
+    `publication` to -1 before it writes, and to the number when all is written. A subscriber reads
+    the number before it copies and again afterwards. If the number has changed meanwhile, the copy
+    may be a mixture, so the subscriber copies again.
 
     Args:
         publication: int64 [1]: number of the publication that is complete in this buffer; -1: none
@@ -328,18 +333,18 @@ class _Block:
         self._map()
 
 
-_BARRIER = threading.Lock()
+_FENCE_LOCK = threading.Lock()
 
 
 def _fence():
     """Memory fence: reads and writes before this call take effect before later ones, also on
     processors that reorder them.
     """
-    with _BARRIER:
+    with _FENCE_LOCK:
         pass
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #29db80c8
-class _Holder:
+class _PublishedHolder:
     "One holder, and what is published of it. The form of its tensors must not change."
 
     def __init__(self, holder):
@@ -401,6 +406,11 @@ class _Holder:
             )
 
 
+# `constant` of an attribute that can be changed in place. It is identical to no value, so the
+# values are always compared.
+_CHANGEABLE = object()
+
+
 class _Attribute:
     """An attribute of a holder, as it is when the channel is made.
 
@@ -413,11 +423,6 @@ class _Attribute:
         self.constant = value if unchangeable else _CHANGEABLE
         self.comparable = comparable(value)
         self.text = describe(value, 60)
-
-
-# `constant` of an attribute that can be changed in place. It is identical to no value, so the
-# values are always compared.
-_CHANGEABLE = object()
 
 
 def _described(form):
@@ -445,9 +450,9 @@ class WeightPublisher:
 
     def __init__(self, holders: Iterable, depth: int = 2):
         self.holders = list(holders)
-        self._holders = [_Holder(holder) for holder in self.holders]
+        self._published = [_PublishedHolder(holder) for holder in self.holders]
         self.block = _Block(
-            [h.form.specs for h in self._holders], [h.n_modes for h in self._holders], depth
+            [h.form.specs for h in self._published], [h.n_modes for h in self._published], depth
         )
         self.publication = -1  # number of the latest publication
 
@@ -458,32 +463,31 @@ class WeightPublisher:
         Returns the number of the publication with these weights.
         """
         # Versions, training modes and tensors, as they are now
-        versions = [h.version() for h in self._holders]
-        modes = [h.modes() for h in self._holders]
-        tensors = [h.tensors(of_holder) for h, of_holder in zip(self._holders, modes)]
-        for h in self._holders:
+        versions = [h.version() for h in self._published]
+        modes = [h.modes() for h in self._published]
+        tensors = [h.tensors(its_modes) for h, its_modes in zip(self._published, modes)]
+        for h in self._published:
             h.warn_about_attributes()
         if self.publication >= 0:
             latest = self.block.buffers[self.publication % self.block.depth]
             if _is_equal(latest, versions, modes, tensors):
                 return self.publication
 
-        # Write the buffer. It has no number meanwhile, so that a subscriber does not take it for
-        # complete.
+        # Write the buffer. It has no number meanwhile, see `_Buffer`.
         publication = self.publication + 1
         buffer = self.block.buffers[publication % self.block.depth]
         buffer.publication[0] = -1
         _fence()
         buffer.versions[:] = versions
-        for shared, of_holder in zip(buffer.modes, modes):
-            shared[:] = of_holder
+        for shared, its_modes in zip(buffer.modes, modes):
+            shared[:] = its_modes
         with torch.no_grad():
             for x, y in zip(chain(*buffer.tensors), chain(*tensors)):
                 x.copy_(y)
         _fence()
 
         # If a version has changed meanwhile, the tensors may be from different moments.
-        if [h.version() for h in self._holders] != versions:
+        if [h.version() for h in self._published] != versions:
             raise ActorError(
                 "another thread changed the weights while they were published",
                 expected="a learner in the thread that collects",
@@ -566,8 +570,7 @@ class WeightSubscriber:
 
         Returns the number of the fetched publication.
         """
-        # Copy the buffer again and again, until the publisher did not write into it during the
-        # copy.
+        # Copy the buffer until the publisher did not write into it meanwhile, see `_Buffer`.
         block = self.block
         while True:
             latest = int(block.latest[0])
@@ -588,7 +591,7 @@ class WeightSubscriber:
             if buffer.publication[0] == number:
                 break
 
-        # Set versions and training modes. The modes are in the order of `_Holder.modes`.
+        # Set versions and training modes. The modes are in the order of `_PublishedHolder.modes`.
         for (index, copy), modules in zip(self.copies, self.modules):
             bump_version(copy, to=versions[index])
             parts = chain.from_iterable(module.modules() for module in modules)
@@ -610,15 +613,15 @@ class WeightReceiver(WeightSubscriber):
     """
 
     def __init__(self, specs: Sequence, n_modes: Sequence, indices: Sequence[int]):
-        self.form = (specs, n_modes)
+        self.form_of_block = (specs, n_modes)
         self.indices = indices
 
     def __reduce__(self):
-        return type(self), (*self.form, self.indices)
+        return type(self), (*self.form_of_block, self.indices)
 
     def attach(self, copies: Sequence) -> None:
         "Allocate memory for one publication, then do as `WeightSubscriber.attach`."
-        super().__init__(_Block(*self.form, depth=1), self.indices)
+        super().__init__(_Block(*self.form_of_block, depth=1), self.indices)
         super().attach(copies)
 
     def receive(self, number: int, data: np.ndarray) -> None:

@@ -179,7 +179,7 @@ class Listener:
         self.schedule.answer(request, answer, ended=reply.publication is None)
         if not request.ended:
             self.pool.propose_layout(reply.unplaced)
-        member.send_queued(self.pool.states)  # states of slots, not of lanes
+        member.send_queued(self.pool.slot_states)
         return False
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #381fa01c
@@ -321,7 +321,7 @@ class Coordinator:
             return
         member = self.members[request.lane % len(self.members)]
         member.queued.append(request)
-        member.send_queued(self.pool.states)
+        member.send_queued(self.pool.slot_states)
 
     def _read(self, request):
         "The item of an answered request."
@@ -372,7 +372,7 @@ class Coordinator:
 
         # The requests that the dead member had not answered are sent to the new one.
         new.queued.extend([*member.sent, *member.queued])
-        new.send_queued(self.pool.states)
+        new.send_queued(self.pool.slot_states)
 
     def get_state(self) -> dict:
         """See `Lanes.beginning`.

@@ -331,9 +331,10 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
     text += f"{process.current_traceback()}\n"
 
     # A forked worker may wait for ever for a lock, so name the threads that may have held one.
-    if process.threads:
+    if process.other_threads:
+        names = ", ".join(process.other_threads)
         text += (
-            f"It was forked beside other threads ({', '.join(process.threads)}), and may wait for "
+            f"It was forked beside other threads ({names}), and may wait for "
             "a lock that one of them held. With start_method='spawn' this cannot happen."
         )
     error = WorkerError(text, lane=lane)

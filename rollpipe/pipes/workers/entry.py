@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from multiprocessing import connection
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -116,6 +116,8 @@ class _Guard(NamedTuple):
 
 _guards = {}  # id of a process -> its `_Guard`
 _lock = threading.RLock()
+# A child inherits the lock as it is. So the lock is held during a fork: otherwise another thread
+# might hold it, and would never release that of the child.
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
@@ -152,9 +154,9 @@ def guard(pid: int) -> None:
 def _send(pid, descriptor):
     "Send the descriptor of a worker to the guard of this process."
     try:
-        present = _guards[os.getpid()]
-        present.workers.add(pid)
-        socket.send_fds(present.link, [b"."], [descriptor])
+        own_guard = _guards[os.getpid()]
+        own_guard.workers.add(pid)
+        socket.send_fds(own_guard.link, [b"."], [descriptor])
     except (KeyError, OSError):  # there is no guard yet, or it has ended
         _forget_guard()
         guard_pid, link = _start_guard()
@@ -169,29 +171,29 @@ def unguard(pids: Iterable) -> None:
         pids: ids of processes that have ended, guarded or not
     """
     with _lock:
-        present = _guards.get(os.getpid())
-        if present is None:
+        own_guard = _guards.get(os.getpid())
+        if own_guard is None:
             return
-        present.workers.difference_update(pids)
-        if not present.workers:
+        own_guard.workers.difference_update(pids)
+        if not own_guard.workers:
             _forget_guard(kill=True)
 
 
 def _forget_guard(kill=False):
     "Forget the guard of this process. It has ended, or with `kill` it is ended here."
-    present = _guards.pop(os.getpid(), None)
-    if present is None:
+    own_guard = _guards.pop(os.getpid(), None)
+    if own_guard is None:
         return
-    atexit.unregister(present.link.close)
-    present.link.close()
+    atexit.unregister(own_guard.link.close)
+    own_guard.link.close()
 
     # No other process can have the guard's id before this process has waited for the guard's end.
     # So the signal reaches no other process.
     try:
-        ended_pid, _ = os.waitpid(present.pid, os.WNOHANG)  # 0: it still runs
+        ended_pid, _ = os.waitpid(own_guard.pid, os.WNOHANG)  # 0: it still runs
         if ended_pid == 0 and kill:
-            os.kill(present.pid, signal.SIGKILL)
-            os.waitpid(present.pid, 0)
+            os.kill(own_guard.pid, signal.SIGKILL)
+            os.waitpid(own_guard.pid, 0)
     except OSError:
         pass  # other code has already waited for its end
 
@@ -305,7 +307,8 @@ class Terminated(SystemExit):
 def _exit_once(*signal_and_frame):
     """On the first SIGTERM, end the process like an exception.
 
-    Later ones are ignored, because the parent waits for `grace` seconds.
+    Later ones are ignored, because the parent gives a worker some seconds to close everything: the
+    `grace` of a `WorkerProcess`.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated(0)
@@ -338,7 +341,7 @@ def _end_with_parent():
     """
     pid = os.getppid()
     sentinel = multiprocessing.parent_process().sentinel
-    while os.getppid() == pid and not connection.wait([sentinel], 0.3):
+    while os.getppid() == pid and not wait([sentinel], 0.3):
         pass
     # The timer ends the process even if the interpreter shuts down and runs no threads.
     signal.setitimer(signal.ITIMER_REAL, 1)
@@ -398,19 +401,19 @@ def _move(lanes, holders, device):
 def _close(link, name, stream):
     "Close the stream of a lane, and report warnings and exceptions."
     # Send the warnings at the close, except those for developers.
-    errors = []
+    error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for kind in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
-            warnings.simplefilter("ignore", kind)
+        for category in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
         try:
             getattr(stream, "close", lambda: None)()
         except BaseException as e:
-            errors.append(e)  # the other lanes must still be closed
+            error = e  # the other lanes must still be closed
     for x in caught:
         send_warning(link, f"{name}: {x.message}")
-    for x in errors:
-        send_exception(link, x, name)
+    if error is not None:
+        send_exception(link, error, name)
 
 # %% ../../../nbs/pipes/30_workers/03_entry.ipynb #2881a946
 class LaneRunner:
@@ -422,7 +425,7 @@ class LaneRunner:
         subscriber: a `WeightSubscriber` for `holders_in(lanes.values())`
         name: name of the worker in error messages
         lanes: number of the lane -> graph
-        states: number of the lane -> its `GlobalRandomStates`
+        random_states: number of the lane -> its `GlobalRandomStates`
         device: device of the actors; None: they are not moved
         with_states: send the state of the lane with each item
     """
@@ -434,14 +437,14 @@ class LaneRunner:
         subscriber: Any,
         name: str,
         lanes: dict,
-        states: dict,
+        random_states: dict,
         device: Any = None,
         with_states: bool = False,
     ):
         self.link = link
         self.name = name
         self.lanes = lanes
-        self.states = states
+        self.random_states = random_states
         self.subscriber = subscriber
         self.with_states = with_states
 
@@ -497,12 +500,12 @@ class LaneRunner:
 
         If the state cannot be kept, returns the error that says why.
         """
-        # The generators of this process have the states of the lane that has run last, and
-        # `self.states` the older ones.
+        # The generators of this process have the random states of the lane that has run last. Those
+        # of the other lanes are in `self.random_states`.
         if lane == self.swapped_in:
-            self.states[lane].take()
+            self.random_states[lane].take()
         try:
-            return lane_state(self.lanes[lane], self.states[lane])
+            return lane_state(self.lanes[lane], self.random_states[lane])
         except EnvError as e:
             return e
 
@@ -513,10 +516,10 @@ class LaneRunner:
         in a worker, nothing but lanes draws from these generators.
         """
         if self.lane != self.swapped_in:
-            before = self.states.get(self.swapped_in)
+            before = self.random_states.get(self.swapped_in)
             if before is not None:
                 before.take()
-            self.states[self.lane].put(present=before)
+            self.random_states[self.lane].put(present=before)
             self.swapped_in = self.lane
         if self.lane not in self.streams:
             self.streams[self.lane] = opened_into(self.lanes[self.lane], self.destination)
@@ -559,6 +562,7 @@ def run_lanes(link: Any, *args: Any) -> None:
     except BaseException as e:
         runner.send_error(e)
     finally:
-        # Environments may take time to close, until the parent's `grace` is over.
+        # Environments may take time to close. After the `grace` of `WorkerProcess` the parent kills
+        # this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         runner.close()

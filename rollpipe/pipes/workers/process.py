@@ -18,9 +18,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from multiprocessing import connection, util
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -210,13 +210,27 @@ def _end_of(code) -> str:
         return f"was killed by signal {-code}"
 
 # %% ../../../nbs/pipes/30_workers/04_process.ipynb #5d0f1d03
+class _Child(NamedTuple):
+    """A process that was started, and what the parent shares with it.
+
+    Args:
+        process: the process
+        link: the parent's end of the connection
+        traceback_file: the file into which the process writes its traceback
+    """
+
+    process: Any
+    link: Link
+    traceback_file: TracebackFile
+
+
 def end_workers(workers: Iterable, failed: bool = False) -> list:
     """End all `workers`, without waiting if something has `failed`.
 
     Returns the errors that they sent at the end.
     """
     # Leave out workers that another process has started, and those that have been ended already.
-    parts = []
+    children = []
     grace = 0.0
     for worker in workers:
         if worker.creator != os.getpid():
@@ -226,16 +240,16 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
         worker.finalizer.cancel()
         if worker.link.closed:
             continue
-        parts.append((worker.process, worker.link, worker.traceback_file))
+        children.append(_Child(worker.process, worker.link, worker.traceback_file))
         grace = max(grace, worker.grace)
-    return _end_all(parts, grace, failed)
+    return _end_all(children, grace, failed)
 
 
-def _end_all(parts, grace, failed=False) -> list:
+def _end_all(children, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not, and kill those that still run."
     errors = []
-    processes = [process for process, _, _ in parts]
-    links = {link for _, link, _ in parts}  # those on which messages may still arrive
+    processes = [child.process for child in children]
+    links = {child.link for child in children}  # those on which messages may still arrive
     running_before = _alive(processes)
     killed = []
 
@@ -245,20 +259,20 @@ def _end_all(parts, grace, failed=False) -> list:
     for wait_seconds, end_one in steps:
         if end_one is _kill and not failed:
             killed = _alive(processes)
-        for process, link, _ in parts:
-            end_one(process, link)
+        for child in children:
+            end_one(child)
         deadline = time.monotonic() + wait_seconds
         while _alive(processes) and time.monotonic() < deadline:
             seconds = max(0.0, min(0.5, deadline - time.monotonic()))
             sentinels = [process.sentinel for process in _alive(processes)]
-            connection.wait([*links, *sentinels], seconds)
+            wait([*links, *sentinels], seconds)
             links -= {link for link in links if _drain(link, errors)}
         if not _alive(processes):
             break
 
     # Read the last messages, report unusual ends, and close everything. A worker that had died
     # before has been reported already.
-    for process, link, traceback_file in parts:
+    for process, link, traceback_file in children:
         process.join(1)
         _drain(link, errors)
         if process in killed:
@@ -286,20 +300,20 @@ def _report_exit(process):
         )
 
 
-def _ask(process, link):
+def _ask(child):
     "Ask the function that the process runs to return, see `WorkerProcess`."
     try:
-        link.send(None)
+        child.link.send(None)
     except OSError:
         pass
 
 
-def _terminate(process, link):
-    process.terminate()
+def _terminate(child):
+    child.process.terminate()
 
 
-def _kill(process, link):
-    process.kill()
+def _kill(child):
+    child.process.kill()
 
 
 def _drain(link, errors) -> bool:
@@ -342,8 +356,8 @@ _open_links = weakref.WeakSet()
 _starting = threading.RLock()
 
 
-def _start_process(context, name, function, shared, args, threads, cores) -> tuple:
-    "Start a process. Returns `(process, link, traceback_file)`."
+def _start_process(context, name, function, shared, args, threads, cores) -> _Child:
+    "Start a process."
     ours, theirs = context.Pipe()
     link = Link(ours)
     traceback_file = TracebackFile()
@@ -368,7 +382,7 @@ def _start_process(context, name, function, shared, args, threads, cores) -> tup
         theirs.close()
     guard(process.pid)
     _open_links.add(link)
-    return process, link, traceback_file
+    return _Child(process, link, traceback_file)
 
 
 def _packed(args, name, method) -> SharedMemory:
@@ -442,24 +456,33 @@ class WorkerProcess:
         self.name = name
         self.grace = grace
         method = start_method_for(start_method, threads)
-        packed: tuple | SharedMemory = args if method == "fork" else _packed(args, name, method)
+        # A forked process inherits the arguments. Others get them in shared memory.
+        sent_args: tuple | SharedMemory = args
+        if method != "fork":
+            sent_args = _packed(args, name, method)
         self.creator = os.getpid()
         self.has_started = False
 
         # Names of the other threads that run now, while the process is forked. A message about a
         # silent worker names them.
-        self.threads = []
+        self.other_threads = []
         if method == "fork":
             current = threading.current_thread()
-            self.threads = [t.name for t in threading.enumerate() if t is not current]
+            self.other_threads = [t.name for t in threading.enumerate() if t is not current]
 
         # Ctrl-C waits until the process has its finalizer, so it cannot leave a process behind.
         with _starting, _without_sigint():
-            parts = _start_process(
-                multiprocessing.get_context(method), name, function, shared, packed, threads, cores
+            child = _start_process(
+                multiprocessing.get_context(method),
+                name,
+                function,
+                shared,
+                sent_args,
+                threads,
+                cores,
             )
-            self.process, self.link, self.traceback_file = parts
-            self.finalizer = util.Finalize(self, _end_all, ([parts], grace), exitpriority=100)
+            self.process, self.link, self.traceback_file = child
+            self.finalizer = util.Finalize(self, _end_all, ([child], grace), exitpriority=100)
 
     @property
     def pid(self) -> int:

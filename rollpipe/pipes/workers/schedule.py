@@ -15,6 +15,9 @@ from typing import Any
 class Request:
     """A request to a lane for its next item.
 
+    A group is the items that the learner consumes before the weights may change, such as the
+    fragments of a batch.
+
     Args:
         lane: number of the lane
         group: number of the group that was consumed when the item was requested, counted from 0
@@ -49,7 +52,7 @@ class LaneSchedule:
 
     Args:
         n_lanes: number of lanes
-        group_size: items that are consumed before the weights may change
+        group_size: number of items in a group, see `Request`
         lag: number of groups that are requested ahead; None: as many as `max_pending` allows
         order: 'canonical': lanes in turn; 'ready': first answered, first handed out
         max_pending: maximum number of open requests [1 + lag groups; two per lane if lag is None]

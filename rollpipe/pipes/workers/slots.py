@@ -236,18 +236,18 @@ class Reply(NamedTuple):
     state: Any = None
 
 
-def format_of(header: Reply, formats: dict) -> ItemFormat:
-    """The format of the item with this header. A new one is stored in `formats`.
+def format_of(reply: Reply, formats: dict) -> ItemFormat:
+    """The format of the item that a reply announces. A new one is stored in `formats`.
 
     Args:
-        header: the `Reply` for the item
+        reply: the `Reply` for the item
         formats: number -> `ItemFormat` for the formats of this writer
     """
-    if header.new_format is None:
-        return formats[header.format_id]
-    item_format = ItemFormat(*header.new_format)
-    if header.format_id is not None:
-        formats[header.format_id] = item_format
+    if reply.new_format is None:
+        return formats[reply.format_id]
+    item_format = ItemFormat(*reply.new_format)
+    if reply.format_id is not None:
+        formats[reply.format_id] = item_format
     return item_format
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #5d0f1b08
@@ -315,9 +315,9 @@ class LayoutEntries(Arena):
     def place(self, x: torch.Tensor) -> int:
         """The entry of the large tensor `x`, or -1 if there is none.
 
-        Copies `x` into the slot, unless `empty` made it there.
+        Copies `x` into the slot, unless `Arena.empty` has made it there.
         """
-        # `empty` has made `x` in an entry, so nothing is copied.
+        # `Arena.empty` has made `x` in an entry, so nothing is copied.
         entry, _ = self.find(x)
         if entry >= 0:
             return entry
@@ -350,7 +350,7 @@ class SlotWriter:
         self.entries = LayoutEntries()
         self.cache = ViewCache()
         self.types = {}  # `(tree, *signatures)` -> `_ItemType`
-        self.type = None  # of the last item
+        self.last_type = None  # `_ItemType` of the last item
         self.n_formats = 0
         self.begin(0)
 
@@ -373,12 +373,12 @@ class SlotWriter:
         # The type of the item. Most items have the type of the one before.
         leaves, tree = nested.flatten(item)
         signatures = [_signature(x) for x in leaves]
-        item_type = self.type
+        item_type = self.last_type
         if item_type is None or item_type.tree != tree or item_type.signatures != signatures:
             if None in signatures:
                 return self._write_pickled(item)
             item_type = self._type_of(tree, signatures, leaves)
-            self.type = item_type
+            self.last_type = item_type
 
         # Large arrays go into the layout if it has entries for them. Which entries they get decides
         # the format.
@@ -441,7 +441,8 @@ class SlotWriter:
         sent = _SentFormat(self.n_formats, own_leaves, viewed_specs, size, small_tensors)
         item_type.formats[entries] = sent
         self.n_formats += 1
-        return sent, (data, size, True)
+        only_arrays = True
+        return sent, (data, size, only_arrays)
 
     def _forget_formats(self):
         """Drop all formats, and number new ones from 0.
@@ -450,8 +451,8 @@ class SlotWriter:
         """
         self.types = {}
         self.n_formats = 0
-        if self.type is not None:
-            self.type.formats.clear()
+        if self.last_type is not None:
+            self.last_type.formats.clear()
 
     def _reserve(self, size):
         "Reserve memory for `size` bytes of the item's own arrays."
@@ -463,14 +464,15 @@ class SlotWriter:
     def _write_pickled(self, item) -> Reply:
         """Write an item that has more than arrays and containers.
 
-        The header contains the item's pickle.
+        The reply contains the item's pickle.
         """
         data, arrays, size = pickle_item(item)
         self._reserve(size)
         memory = self.memory.view(self.start + size)
         views = [spec.view(memory, self.start) for spec, _ in arrays]
         copy_arrays(views, [x for _, x in arrays])
-        return Reply(None, (data, size, False), size, ())
+        only_arrays = False
+        return Reply(new_format=(data, size, only_arrays), copied_bytes=size)
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #5664f80d
 @dataclass
@@ -502,6 +504,8 @@ def slots_spanned(n_items: int, width: int) -> int:
 class SlotPool:
     """Slots for the items in progress, and for items that are lent to the consumer.
 
+    Methods and attributes name a slot by its index in `slots`.
+
     Args:
         n_buffers: number of items that fit into all slots
         width: number of items in a slot
@@ -517,10 +521,10 @@ class SlotPool:
         self.layout = Layout(width)  # for newly filled slots
         self.proposed = None  # `unplaced` of the last item
 
-        self.states = [SlotState(self.layout) for _ in range(n_slots)]
-        self.free = deque(range(n_slots))  # indices of slots
-        self.returned = deque()  # index of the slot of each item that was given back
-        self.filling = None  # index of the slot that is being filled
+        self.slot_states = [SlotState(self.layout) for _ in range(n_slots)]
+        self.free = deque(range(n_slots))  # slots without items
+        self.returned = deque()  # the slot of each item that was given back
+        self.filling = None  # the slot that is being filled
         self.position = width  # its next position; `width`: it is full, or there is none
         self.last_read = None  # `(slot, format, position, layout)`
 
@@ -531,7 +535,7 @@ class SlotPool:
         """
         while self.returned:
             slot = self.returned.popleft()
-            state = self.states[slot]
+            state = self.slot_states[slot]
             state.n_out -= 1
             if not state.n_out:
                 self.free.append(slot)
@@ -554,22 +558,22 @@ class SlotPool:
 
     def _begin_slot(self):
         "Begin to fill the slot that became free last. Processor caches may still hold its memory."
-        index = self.free.pop()
-        slot = self.slots[index]
-        state = self.states[index]
+        slot = self.free.pop()
+        target = self.slots[slot]
+        state = self.slot_states[slot]
 
         # With a new layout, large arrays go to `layout_memory`, and no longer to `item_memory`,
         # whose pages are released.
         if state.layout is not self.layout:
-            slot.layout_memory.reserve(self.layout.size)
-            for memory in slot.item_memory:
-                if memory is not slot.layout_memory:
+            target.layout_memory.reserve(self.layout.size)
+            for memory in target.item_memory:
+                if memory is not target.layout_memory:
                     memory.release_pages()
 
         state.n_out = self.width
         state.lent = None
         state.layout = self.layout
-        self.filling = index
+        self.filling = slot
         self.position = 0
 
     def give_back(self, slot: int) -> None:
@@ -597,10 +601,10 @@ class SlotPool:
     def read(self, slot: int, position: int, item_format: ItemFormat) -> Any:
         "Read the item at this position. Its large arrays are lent if enough other slots are left."
         # The first item of a slot decides for all of them.
-        state = self.states[slot]
+        state = self.slot_states[slot]
         if state.lent is None:
             self._take_back()
-            n_lent = sum(1 for s in self.states if s.lent and s.n_out)
+            n_lent = sum(1 for s in self.slot_states if s.lent and s.n_out)
             state.lent = n_lent < self.max_lent
 
         # If nothing is lent, the item is given back at once. Otherwise that happens when the last
@@ -614,8 +618,8 @@ class SlotPool:
 
     def copy(self, slot: int, position: int, item_format: ItemFormat) -> Any:
         "A copy of the item at this position, which is not lent, and stays to be read."
-        return self.slots[slot].read(item_format, position, self.states[slot].layout, None)
+        return self.slots[slot].read(item_format, position, self.slot_states[slot].layout, None)
 
     def close(self) -> None:
-        for slot in self.slots:
-            slot.close()
+        for target in self.slots:
+            target.close()
