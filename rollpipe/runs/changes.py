@@ -389,7 +389,11 @@ def _with_wish(run: Run, wish: Any, updates: Any) -> Run:
         raise wish
     check_wish(wish)
     if run.config.get("ranks", 1) > 1:
-        raise DataError("several ranks learn together", expected="a run of one rank")
+        raise DataError(
+            "several ranks learn together",
+            expected="a run of one rank",
+            got=str(run.config["ranks"]),
+        )
     if "do" not in wish:
         if "insert" in wish:
             allow_edits(wish["insert"].partition(":")[0])
