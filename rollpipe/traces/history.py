@@ -193,6 +193,7 @@ def _event_in(line, where):
     except (ValueError, RecursionError):
         raise DataError(
             f"{where}: damaged",
+            expected="an event in JSON",
             got=line[:80],
         ) from None
     return check_event(event, where)
