@@ -262,7 +262,7 @@ def test_the_scale_is_that_of_the_iteration_that_goes_on():
 def test_a_state_that_is_none_of_a_scale(state):
     with pytest.raises(DataError, match="not the state of this scale"):
         find_one(learning(), RewardScaler).load_state_dict(state)
-    with pytest.raises(DataError, match="finite nothing"):
+    with pytest.raises(DataError, match="none, as the scale is constant"):
         RewardScaler(learning(None), 2.0).load_state_dict(dict(count=1.0))
 
 

@@ -332,8 +332,6 @@ def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
             expected="float32 [T+1, B]",
             got=f"leaves {nested.paths(recorded, 'actor')}",
         )
-    if not valid.numel():
-        raise DataError("no valid row in the fragment", leaf="valid")
     check_memory_known(fragment, actor)
 
     # The network computes all rows, because with memory each row depends on the rows before it.

@@ -387,7 +387,9 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
         n: images in a stack
     """
     if nested.leaves(fragment.hx):
-        raise DataError("stacks of frames for an actor with memory", leaf="frames", expected="1")
+        raise DataError(
+            "stacks of frames for an actor with memory", leaf="frames", expected="1", got=str(n)
+        )
     leaves, structure = nested.flatten(fragment.state.obs)
     finals = nested.leaves(fragment.final.obs)
     images = _images(

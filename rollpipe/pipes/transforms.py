@@ -279,7 +279,9 @@ class RewardScaler(Pipe):
             raise DataError(
                 "not the state of this scale",
                 pipe=self,
-                expected=f"finite {', '.join(names) or 'nothing'}",
+                expected=f"finite {', '.join(names)}"
+                if names
+                else "none, as the scale is constant",
                 got=str(state),
             )
         self.begin.first = dict(state)

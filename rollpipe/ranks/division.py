@@ -167,7 +167,7 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
 
     Raises:
         DataError: the number of lanes, or of fragments in a batch, is no multiple of the number of
-            ranks, or the pipeline has pipes that learn and cannot be divided (`RND`).
+            ranks, or the pipeline has pipes that learn (`RND`) or a memory that cannot be divided.
         GraphError: there are no lanes.
     """
     all_lanes = find(pipe, Lanes)
@@ -207,8 +207,11 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
             expected="a pipeline without them (no `--intrinsic`)",
         )
 
-    # Nothing is changed before this line, so after an error the pipeline is as it was.
     replays = find(pipe, Replay)
+    for replay in replays:
+        replay.check_divisible(size)
+
+    # Nothing is changed before this line, so after an error the pipeline is as it was.
     lanes.divide(size, k)
     for stacker in stackers:
         stacker.n = max(1, stacker.n // size)
@@ -229,8 +232,8 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
 
     Raises:
         DataError: the number of lanes, or of fragments in a batch, is no multiple of the number of
-            ranks; the pipeline has pipes that learn and cannot be divided (`RND`); or a process of
-            torchrun calls this outside of the block.
+            ranks; the pipeline has pipes that learn (`RND`) or a memory that cannot be divided; or
+            a process of torchrun calls this outside of the block.
         GraphError: there are no lanes.
     """
     if not active():

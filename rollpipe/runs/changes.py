@@ -389,7 +389,11 @@ def _with_request(run: Run, request: Any, updates: Any) -> Run:
         raise request
     check_wish(request)
     if run.config.get("ranks", 1) > 1:
-        raise DataError("several ranks learn together", expected="a run of one rank")
+        raise DataError(
+            "several ranks learn together",
+            expected="a run of one rank",
+            got=str(run.config["ranks"]),
+        )
     if "do" not in request:
         if "insert" in request:
             allow_edits(request["insert"].partition(":")[0])

@@ -237,7 +237,7 @@ def _check_stored(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     counters = checkpoint.counters
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()):
-        raise DataError("counters", got=str(counters))
+        raise DataError("counters", expected="finite numbers >= 0", got=str(counters))
     check_keys(config, OF_CONFIG, "its configuration", has_others=True)
     if not isinstance(checkpoint.history, list) or not checkpoint.history:
         raise DataError("history", expected="its events", got=repr(checkpoint.history)[:80])

@@ -279,12 +279,20 @@ def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> Non
         gone = lacking(forked.config)
         if gone:
             gone -= lacking(before)
-        if gone:
-            raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
     except PipeError as e:
         raise DataError(
-            f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
+            f"a fork of {folder} cannot have these options",
+            leaf=", ".join(changed),
+            expected="those of the run, or a new run",
+            got=str(e),
         ) from None
+    if gone:
+        raise DataError(
+            f"a fork of {folder} lacks pipes that keep something",
+            leaf=", ".join(changed),
+            expected="the options of the run, or a new run",
+            got=f"no {', '.join(sorted(gone))}",
+        )
 
 
 def fork(

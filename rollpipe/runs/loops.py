@@ -114,8 +114,8 @@ def _read(path: Path, sources: list) -> Checkpoint | None:
     if len(config["loop"]) != len(sources):
         raise CheckpointError(
             f"{path}: the file of another pipeline",
-            expected=f"{len(sources)} sources of ticks",
-            got=config["loop"],
+            expected=f"the file of one with {len(sources)} sources of ticks",
+            got=str(len(config["loop"])),
         )
     return checkpoint
 

@@ -140,8 +140,11 @@ def align(curves: Iterable, n_points: int = 200) -> tuple:
     low = max(x[0] for x, _ in curves)
     high = min(x[-1] for x, _ in curves)
     if low > high:
+        ranges = [f"{x[0]:g} to {x[-1]:g}" for x, _ in curves]
         raise DataError(
-            "the curves have no common range of steps", got=[(x[0], x[-1]) for x, _ in curves]
+            "the curves have no common range of steps",
+            expected="curves that overlap",
+            got=", ".join(ranges),
         )
     if len(curves) == 1:
         # One curve keeps its points. Several of them may have the same x.

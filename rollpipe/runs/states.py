@@ -68,7 +68,12 @@ def load_states(pipe: IterDataPipe, states: Any) -> dict:
         CheckpointError: a state does not fit its pipe
     """
     if not isinstance(states, dict | None):
-        raise CheckpointError("not the states of pipes", leaf="pipes", got=type(states).__name__)
+        raise CheckpointError(
+            "not the states of pipes",
+            leaf="pipes",
+            expected="a dict from `states_of`",
+            got=type(states).__name__,
+        )
 
     # Each pipe takes the state under its name.
     remaining = dict(states or {})

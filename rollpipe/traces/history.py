@@ -175,7 +175,7 @@ def _event_in(line, where):
         event = json.loads(line)
         json.dumps(event, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError):
-        raise DataError(f"{where}: damaged", got=line[:80]) from None
+        raise DataError(f"{where}: damaged", expected="an event in JSON", got=line[:80]) from None
     return check_event(event, where)
 
 # %% ../../nbs/traces/00_history.ipynb #1f3109a4

@@ -372,8 +372,8 @@ def from_steps(
     The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
 
     Raises `DataError` if an argument is no tensor or has the wrong shape, a mask is not bool,
-    rewards are no floating-point numbers, or the last observation of a truncated episode is
-    missing.
+    rewards are no floating-point numbers, the last observation of a truncated episode is missing,
+    or `lane` is given without `seq`.
 
     Args:
         obs: [T+1, B, ...]: the observations; where an episode ended, the first one of the next
@@ -428,7 +428,11 @@ def from_steps(
     _check_tensors("[B]", (n_envs,), **columns)
     if lane is not None and seq is None:
         raise DataError(
-            "a lane numbers its fragments", leaf="seq", expected="int64 [B]", got="None"
+            "a lane numbers its fragments",
+            pipe="Fragment.from_steps",
+            leaf="seq",
+            expected="int64 [B]",
+            got="None",
         )
 
     # Rows, terminations and true last observations

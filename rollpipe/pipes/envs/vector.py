@@ -91,6 +91,8 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
         raise EnvError(
             f"the final observations cannot be read: {describe_exception(e)}",
             leaf="info['final_obs']",
+            expected="one observation for each environment",
+            got=describe(infos["final_obs"]),
         ) from e
 
     # The check of rows does not see these observations, because they are in no row of the batch.

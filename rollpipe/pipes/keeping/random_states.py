@@ -348,6 +348,7 @@ class _Reseeding:
         if kind is None:
             raise DataError(
                 "a generator that numpy does not have cannot get other noise",
+                expected="one of numpy's, such as PCG64",
                 got=items["bit_generator"],
             )
         return kind(self.word()).state

@@ -420,7 +420,7 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
         raise DataError(
             f"the spec of the environment cannot be written ({e})",
             leaf="env",
-            got=str(spec),
+            got=spec.id,
             expected="`observation_space` and `action_space` in its place; then the set does not "
             "say how to make it",
         ) from e

@@ -198,6 +198,7 @@ class ItemFolder:
             if first < n:
                 raise DataError(
                     f"{path}: a file that no checkpoint can go on from",
+                    expected=f"one that ends with item {n - 1}",
                     got=f"items {first} to {end - 1}",
                 )
             path.unlink()

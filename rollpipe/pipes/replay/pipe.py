@@ -145,11 +145,8 @@ class Replay(Seeded, Pipe):
                 got=f"warmup={warmup}",
             )
 
-    def divide(self, n: int) -> None:
-        """Become one of `n` memories that share the capacity and the batch size.
-
-        The ranks of a data-parallel training call this. Raises `DataError` if the memory has
-        priorities or a folder, or if `n` does not divide the batch size.
+    def check_divisible(self, n: int) -> None:
+        """Raise `DataError` if `divide(n)` would.
 
         Args:
             n: number of ranks
@@ -170,6 +167,17 @@ class Replay(Seeded, Pipe):
                 expected=f"a multiple of {n}",
                 got=str(self.batch_size),
             )
+
+    def divide(self, n: int) -> None:
+        """Become one of `n` memories that share the capacity and the batch size.
+
+        The ranks of a data-parallel training call this. Raises `DataError` if the memory has
+        priorities or a folder, or if `n` does not divide the batch size.
+
+        Args:
+            n: number of ranks
+        """
+        self.check_divisible(n)
         # The warm-up is rounded up, but not beyond the capacity.
         self.batch_size //= n
         self.capacity //= n
