@@ -177,7 +177,8 @@ class EnvStepper(Acting, Seeded, Source):
         "Set the factories of the environments. Without factories, they come from a pipe."
         self.factories = []
         self.n_envs = n_envs
-        self.n_asked = n_envs  # the number of environments that the batch must have; None: any
+        # Must the batch have `n_envs` environments, because the user has given this number?
+        self.n_is_given = n_envs is not None
         self.env_kwargs = env_kwargs
         if vector is not None:
             width = 1 if n_envs is None else n_envs
@@ -186,7 +187,7 @@ class EnvStepper(Acting, Seeded, Source):
             self.factories = env_sources(source, n_envs, env_kwargs)
         else:
             self.pipe = source
-            self.n_asked = None  # `n_envs` is the number of items of the pipe
+            self.n_is_given = False  # `n_envs` is the number of items of the pipe
 
         # Factories know how many environments they make. A pipe does not, so a given number is
         # checked. The error names the class, because the `repr` of this pipe needs an actor, which
@@ -253,10 +254,10 @@ class EnvStepper(Acting, Seeded, Source):
         )
 
         # Only now it is known whether a factory makes a vector, which has a number of its own.
-        if self.n_asked not in (None, len(envs)):
+        if self.n_is_given and len(envs) != self.n_envs:
             envs.close()
             raise EnvError(
-                f"n_envs={self.n_asked}",
+                f"n_envs={self.n_envs}",
                 expected=f"n_envs={len(envs)}, as in the vector, or None",
                 env=factories[0].name,
                 **where,
