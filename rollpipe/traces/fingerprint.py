@@ -31,7 +31,7 @@ import rollpipe
 from ..agents.shared_options import Schedule
 from ..pipes.data.errors import DataError, signature_of
 from ..pipes.data.nested import PLAIN, as_array, form_of
-from ..pipes.graph.edits import inputs, nodes
+from ..pipes.graph.edits import OF_ITERATION, inputs, nodes
 from ..pipes.graph.modules import comparable, content_of, few_threads, globals_in
 from ..pipes.graph.pipe import Seeded, numbered
 from ..pipes.graph.torchdata import IterDataPipe
@@ -129,7 +129,7 @@ def _constant_text(x):
 # Attributes that depend on the process, the iteration or the folder, and are no configuration
 _NO_CONFIGURATION = set("process timer given_seed lane divisions path keeper".split())
 # Attributes that a pipe has only while it is iterated
-_OF_ITERATION = {"kept", "restored", "running"}
+_UNDER_WAY = {"restored", *OF_ITERATION}
 # Attributes of a class that Python, and not its author, has written
 _NO_CODE = set(
     "__module__ __qualname__ __dict__ __weakref__ __doc__ __annotations__ __slots__ "
@@ -176,7 +176,7 @@ def attributes(x: Any) -> dict:
 
 def _is_filled_later(x, name, value):
     "Whether the attribute depends on how the object was used, and is no configuration of it."
-    if isinstance(x, IterDataPipe) and name in _OF_ITERATION:
+    if isinstance(x, IterDataPipe) and name in _UNDER_WAY:
         return True
     if isinstance(getattr(type(x), name, None), functools.cached_property):
         return True

@@ -24,7 +24,7 @@ import torch
 from ..data.errors import CheckpointError, DataError, EnvError, GraphError, describe
 from ..data.nested import snapshot
 from . import edits
-from .edits import Where, nodes, short_repr
+from .edits import OF_ITERATION, OF_TORCH, Where, nodes, short_repr
 from .modules import Handle, few_threads
 from .torchdata import IterDataPipe, Mapper, too_long
 from ..keeping.chunks import ChunkFolder
@@ -84,20 +84,8 @@ def trait(pipe: IterDataPipe, name: str) -> Any:
     return getattr(pipe, name, default)
 
 # %% ../../../nbs/pipes/03_graph/03_pipe.ipynb #3ed2b2cd
-# Attributes that belong to the present iteration of a pipe, so that its copies do not get them:
-# what it keeps from item to item, its attributes at the beginning (see `plain_attributes`), and
-# what it has opened, such as the lanes of `Lanes`
-_OF_ITERATION = "kept", "at_start", "running"
-
-
-# Attributes that the bases of a pipe set while it is iterated. The first three are torch's.
-_OF_BASE = (
-    "_valid_iterator_id",
-    "_number_of_samples_yielded",
-    "_snapshot_state",
-    "restored",
-    *_OF_ITERATION,
-)
+# Attributes that the bases of a pipe set while it is iterated, or before it goes on from a state
+_OF_BASE = (*OF_ITERATION, *OF_TORCH, "restored")
 
 
 class Held(Handle):
@@ -585,7 +573,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         state = super().__getstate__()
         if not isinstance(state, dict):
             return state
-        state = {name: x for name, x in state.items() if name not in _OF_ITERATION}
+        state = {name: x for name, x in state.items() if name not in OF_ITERATION}
         return swapped(state, lambda x: Held(x) if is_shared(x) else x)
 
     def __setstate__(self, state):
