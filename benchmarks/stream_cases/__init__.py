@@ -30,7 +30,8 @@ MOVED: dict = {
 # Old phrase -> new phrase, of messages that were reworded on purpose.
 REWORDED: dict = {
     "an id of gymnasium's registry, got": "an id of gymnasium's registry; or one of your own, which a module registers "
-    "(`gymnasium.register`) that is imported first: `import MODULE`, `--import MODULE`, or the id 'MODULE:NoSuchEnv-v0', got"
+    "(`gymnasium.register`) that is imported first: `import MODULE`, `--import MODULE`, or the id 'MODULE:NoSuchEnv-v0', got",
+    "wrong action. Expected shape [B] of Discrete": "wrong action. Expected integers or bools of shape [B] of Discrete",
 }
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
 ADDED: tuple = (
