@@ -316,20 +316,22 @@ class LearnerState(Changing):
         return lacking
 
     def adopt(self) -> None:
-        """Let an optimiser train the own networks (see `own_parts`) that no optimiser has.
+        """Raise `DataError` if the learner has own networks (see `own_parts`) that no optimiser has.
 
-        `GradientLearner` adds their parameters to its `optimizer`. This base class has no optimiser
-        that could train them, so it raises `DataError` for the first of these networks.
+        The error names the first of them. A `GradientLearner` raises nothing: it adds their
+        parameters to its `optimizer`.
         """
-        for name in self.untrained():
-            attribute = f"self.{name.partition('.')[0]}_optimizer"
-            raise DataError(
-                f"{type(self).__name__} would never train this network",
-                leaf=name,
-                expected=f"an optimiser of its parameters in an attribute, such as {attribute}, "
-                "whose steps your code takes, or parameters with requires_grad=False",
-                got="trainable parameters that are in no optimiser of the learner",
-            )
+        name = next(iter(self.untrained()), None)
+        if name is None:
+            return
+        attribute = f"self.{name.partition('.')[0]}_optimizer"
+        raise DataError(
+            f"{type(self).__name__} would never train this network",
+            leaf=name,
+            expected=f"an optimiser of its parameters in an attribute, such as {attribute}, "
+            "whose steps your code takes, or parameters with requires_grad=False",
+            got="trainable parameters that are in no optimiser of the learner",
+        )
 
     def _attributes(self, names):
         "Name -> attribute, for the attributes that are not None."
@@ -520,30 +522,29 @@ class ScheduledLearner(LearnerState):
                 self._take_rate(group, name)
 
     def _take_rate(self, group, name):
-        """Replace the learning rate in a state that was loaded by the option `name`.
+        """After a state was loaded: give a group the learning rate of the option `name`.
 
-        `set_rates` computes `lr` before each update if the rate has a schedule or falls by
-        `decay_steps`. In its first update it sets `initial_lr` to the `lr` that it finds.
+        The key `lr` is the rate of the next step of the optimiser, and `initial_lr` is the rate at
+        which a decay begins. A group has `initial_lr` from the first update on in which `set_rates`
+        computes its rate: then `initial_lr` becomes the present `lr`.
+
+            the rate                    the option goes to
+            is constant                 `lr`; `initial_lr` is removed
+            has a schedule of its own   `lr`, or nothing if the group has `initial_lr`
+            falls by `decay_steps`      `lr`, or `initial_lr` if the group has it
+
+        Where the group has `initial_lr`, `set_rates` computes `lr` before the next step.
         """
         rate = getattr(self, name)
-        was_set = "initial_lr" in group
-
-        # A schedule of its own: it does not depend on the rates in the group. So they only get the
-        # option if `set_rates` has not seen this group yet.
-        if name in self.schedules:
-            if not was_set:
-                group["lr"] = rate
-            return
-
-        # A rate that falls by `decay_steps`: it falls from `initial_lr`, or from `lr` if no update
-        # has set `initial_lr` yet.
-        if self.decay_steps and self.decay_of_rate(group) is not None:
-            group["initial_lr" if was_set else "lr"] = rate
-            return
-
-        # A constant rate
-        group.pop("initial_lr", None)
-        group["lr"] = rate
+        has_schedule = name in self.schedules
+        falls = bool(self.decay_steps) and self.decay_of_rate(group) is not None
+        if not has_schedule and not falls:
+            group.pop("initial_lr", None)
+            group["lr"] = rate
+        elif "initial_lr" not in group:
+            group["lr"] = rate
+        elif not has_schedule:
+            group["initial_lr"] = rate
 
 # %% ../../nbs/agents/07_learner.ipynb #91cfde47
 class Learner(ScheduledLearner):
@@ -566,9 +567,9 @@ class Learner(ScheduledLearner):
 
     def _check_that_values_are_fitted(self):
         "Raise `DataError` if this learner fits no values, although its actor reports values."
-        # A learner without a critic that needs 'ret' fits the actor's values to these targets in
-        # its loss (see `ActorCriticLearner` in `gradient_learner`). A learner that needs no 'adv'
-        # computes the targets itself (V-trace), or has no values of states.
+        # A learner that has no critic but needs 'ret' fits the actor's values to these targets in
+        # its loss (see `ActorCriticLearner` in `gradient_learner`). A learner that does not need
+        # 'adv' computes the targets itself (V-trace), or has no values of states.
         needs_only_adv = "adv" in self.batch_needs and "ret" not in self.batch_needs
         if self.critic is None and needs_only_adv:
             raise DataError(
@@ -584,6 +585,7 @@ class Learner(ScheduledLearner):
         Raises `DataError` as `check_batch` does.
         """
         begin_metrics = self.begin(batch)
+        # An actor that is no `SharedPolicy` may report values, too. Only a batch shows that.
         if isinstance(batch.actor, dict) and "value" in batch.actor:
             self._check_that_values_are_fitted()
         start = perf_counter()

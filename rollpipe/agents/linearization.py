@@ -385,6 +385,7 @@ def score_preconditioner(
         St_u = [torch.zeros_like(x) for x in v]
         for part in layers:
             g = part.g * u
+            # `=` and not `+=`, because each parameter is in one layer only.
             St_u[part.weight] = (g.T @ part.x).view_as(v[part.weight])
             if part.bias is not None:
                 St_u[part.bias] = g.sum(0)
@@ -399,11 +400,11 @@ def _cholesky_of_scores(layers, damping):
     gram = layers[0].g.new_zeros(m, m)
 
     # The inner product of a layer's scores in two rows is <g x^T, g' x'^T> = (g.g')(x.x'). A bias
-    # counts as one more input, which is always 1. Only the lower triangle is computed, in blocks of
+    # counts as one more input, which is always 1. Only blocks up to the diagonal are computed, by
     # rows: with 512 rows and a layer with 64 outputs, this takes 0.65 ms in place of 0.86 ms.
     for i in range(0, m, 128):
         rows = slice(i, i + 128)
-        columns = slice(i + 128)
+        columns = slice(0, i + 128)  # up to the diagonal
         for part in layers:
             inputs = part.x[rows] @ part.x[columns].T
             if part.bias is not None:

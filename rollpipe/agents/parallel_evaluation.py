@@ -31,6 +31,18 @@ from ..pipes.workers.crew import on_host, report_silence
 from ..pipes.workers.process import NOTHING, WorkerNotStarted, WorkerProcess
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #a0c28b5c
+# Two ways to evaluate an actor beside its training, and what each consists of:
+#
+#   `ParallelEvaluation`   evaluates the newest weights of one actor, while the training goes on. It
+#                          is an `EvaluationProcess`. In the other process `serve` answers with an
+#                          `Evaluator`, which has a copy of the actor.
+#   `evaluated_beside`     gives a function that evaluates any actor, while the training waits: the
+#                          function `evaluated` itself, or an `EvaluatedApart`. In the other process
+#                          of the latter, `answer_all` answers.
+#
+# Both call `evaluated` in the end, whose result is an `Evaluated`.
+
+
 class Evaluated(NamedTuple):
     """The evaluation of one version of an actor.
 
@@ -100,7 +112,7 @@ class Evaluator:
 
 
 def serve(link: Any, *args: Any) -> None:
-    """Main loop of the process: answer each request.
+    """Main loop of a process that evaluates the newest weights of one actor, at each request.
 
     Args:
         link: connection to the parent
@@ -112,9 +124,10 @@ def serve(link: Any, *args: Any) -> None:
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #9d98724a
 def answer_all(link: Any) -> None:
-    """Main loop of a process that evaluates any actor.
+    """Main loop of a process that evaluates any actor, at each request.
 
-    Each request is a pickle of the arguments of `evaluated`; None ends the loop.
+    Unlike in `serve`, the actor is in the request, a pickle of the arguments of `evaluated`. None
+    ends the loop.
     """
     for request in iter(link.recv, None):
         link.send(evaluated(*cloudpickle.loads(request)))
@@ -427,7 +440,7 @@ class ParallelEvaluation(EvaluationProcess):
 
         # A stepper is made here only to raise its errors before the process is started.
         stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)
-        stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
+        stepper.refuse_copies(owner="each process", got="ParallelEvaluation", pipe=self)
         options = dict(
             env=env,
             n_episodes=n_episodes,

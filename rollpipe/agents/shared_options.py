@@ -102,7 +102,8 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
 #   "at the start"       never, because it only sets a value with which learning begins
 #   "with new episodes"  when a run continues from a checkpoint with new episodes
 #   "between updates"    when a run continues from a checkpoint, or is edited while it trains
-#   "by schedule"        so, too; and before each update by a schedule, or by `Changing.set_option`
+#   "by schedule"        as "between updates"; and also while the learner learns, before an update:
+#                        by a schedule, or by `Changing.set_option`
 #
 # All of them but the last one need a new learner and a new pipeline, which `runs.changes` makes
 # from the changed configuration. Only "by schedule" changes an existing learner.
@@ -341,9 +342,8 @@ class Schedule(NamedTuple):
         """
         kind, *parts = str(text).lower().split(":")
         try:
-            values = parts[:2]
-            lengths = [_with_exponent(x) for x in parts[2:]]
-            start, end, *own_steps = map(float, [*values, *lengths])
+            start, end = map(float, parts[:2])
+            own_steps = [float(_with_exponent(x)) for x in parts[2:]]  # empty, or one number
             if kind not in ("linear", "cosine") or len(own_steps) > 1:
                 raise ValueError
             if not (isfinite(start) and isfinite(end)):
@@ -377,7 +377,7 @@ class Schedule(NamedTuple):
 
 # %% ../../nbs/agents/06_shared_options.ipynb #dd6f50de
 def changing(cls: Any) -> list:
-    "The names of the options of a class that may follow a schedule."
+    "The names of the options of a class that may follow a schedule: those that are 'by schedule'."
     return [name for name, when in may_change(cls).items() if when == "by schedule"]
 
 

@@ -114,8 +114,10 @@ def _as_batch(obs, space):
         DataError: a number is not finite, or not in the space.
     """
     # The observations of several environments have one dimension more than the space says. Anything
-    # else is read as a single observation. If it is none, `read_obs` says what is wrong with it.
+    # else is read as a single observation. If it is no observation at all, `read_obs` says what is
+    # wrong with it.
     like = space_spec(space, "obs")
+    # This conversion only serves to count dimensions. `read_obs` converts and checks.
     leaves = nested.leaves(in_containers(obs, like, as_like))
     ndim_of_one = nested.leaves(like)[0].ndim
     is_batch = len(leaves) > 0 and np.ndim(leaves[0]) == ndim_of_one + 1
@@ -447,7 +449,8 @@ class Actor(torch.nn.Module):
         hx = self.reset(state.hx, start[0]) if nested.leaves(state.hx) else state.hx
         stepno = (state.stepno + 1).masked_fill(start, 0)
         batch = nested.map(lambda x: x[None], nested.torchify(batch))
-        inputs = (stepno, batch, state.act, rew, start)
+        fin = start  # `fin` of a row is True where an episode begins in it
+        inputs = (stepno, batch, state.act, rew, fin)
         return self.to_own_device(inputs), hx
 
     def to_own_device(self, x: Any) -> Any:

@@ -84,7 +84,7 @@ class OneHot(_Integers):
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         n, start = _per_integer(shape, n, start)
 
-        # `owner` and `values` need 8 bytes for each feature.
+        # `owner` and `values` need 8 bytes each for each feature.
         n_out = int(n.sum())
         check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
 

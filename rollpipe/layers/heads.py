@@ -573,7 +573,7 @@ class JointHead(nn.Module):
 
     def __init__(self, heads: Any):
         super().__init__()
-        # `self.heads` is a plain list. `self.index` is like the container `heads`, but has in place
+        # `self.heads` is a flat list. `self.index` is like the container `heads`, but has in place
         # of each head its index in that list.
         indices = range(len(heads))
         if isinstance(heads, dict):
@@ -585,6 +585,7 @@ class JointHead(nn.Module):
         self.dist = Joint(map_parts(lambda head: head.dist, heads))
 
     def forward(self, x: Tensor) -> Any:
+        # `_modules` is faster than the attribute, see `FastModule`.
         heads = list(self._modules["heads"]._modules.values())
         return map_parts(lambda i: heads[i](x), self.index)
 

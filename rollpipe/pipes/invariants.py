@@ -57,14 +57,14 @@ def check_alignment(fragment: Fragment) -> None:
         problem,
         "state.fin",
         fin[1:],
-        1,
+        row=1,
     )
     _demand(
         valid | (rew[1:] == 0),
         "a row that is no step pays a reward",
         "state.rew",
         rew[1:],
-        1,
+        row=1,
     )
     _demand(torch.isfinite(rew), "a reward is not finite", "state.rew", rew)
     check_final(fragment)
@@ -95,8 +95,8 @@ def check_continued(
         if seq_before is None or seq_before + 1 != seq:
             continue
 
-        # Row 0 repeats the last row if an episode was under way in that row, or if the next one had
-        # begun there. It does not repeat the row of an environment at rest, or of a whole episode.
+        # Row 0 repeats the last row if an episode was under way in that row, or had just begun there
+        # (step number 0 after a real step). It does not repeat the row of an environment at rest, or of a whole episode.
         state, term, valid = last_before
         if len(term) != len(first_term):
             continue
@@ -299,7 +299,8 @@ class CheckInvariants(Pipe):
         if actor is None and len(steppers) == 1:
             actor = steppers[0].actor
 
-        # Arguments that were not given are those of the `AdvantageBuffer`, if there is one.
+        # Arguments that were not given are those of the `AdvantageBuffer`, if there is one. Without
+        # it, they stay as they are: None.
         buffers = find(self.pipe, AdvantageBuffer)
         buffer = buffers[0] if len(buffers) == 1 else self
         critic = buffer.critic if self.critic is None else self.critic

@@ -178,7 +178,8 @@ class Renormed:
                 norm.learns = False
 
 
-# Its constructor has the arguments of `SquashedPolicy`, and its docstring explains them.
+# The constructor of `RenormPolicy` has the arguments of `SquashedPolicy`, whose docstring explains
+# them.
 @takes(SquashedPolicy)
 class RenormPolicy(Renormed, SquashedPolicy):
     "A `SquashedPolicy` with `BatchRenorm`, for `CrossQ`."
@@ -257,16 +258,21 @@ class CrossQ(SoftLearner):
             act, logp = self.actor.sample(obs, self.noise(fragment))
 
         # Only valid steps count in the moments. Where the last observation of an episode is
-        # missing, the next row belongs to another episode, and does not count either.
+        # missing, the next row belongs to another episode, and does not count either. The number of
+        # such a step in `final_numbers` is -1.
         valid = fragment.valid
         is_missing = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
         next_valid = valid & ~is_missing
 
-        # Steps and next observations become one batch.
+        # The observations and actions of the steps, and those at the next observations, become one
+        # batch.
+        steps = steps_taken(fragment)
+        next_steps = (obs, act)
+
         def joined(x, x_next):
             return torch.cat([x[valid], x_next[next_valid]])
 
-        pairs = nested.map(joined, steps_taken(fragment), (obs, act))
+        pairs = nested.map(joined, steps, next_steps)
         with self.critic.by_batch():
             values = self.critic(*pairs)
 

@@ -122,23 +122,26 @@ def _sizes_in(space, sizes, leaf, what):
 
     Raises `SpaceError`, which names `what`, if the space does not fit the sizes.
     """
-    if not isinstance(sizes, dict):
+    has_own_mask = not isinstance(sizes, dict)
+    if has_own_mask:
         has_numbers = isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box))
         if has_numbers and space.shape == (sum(sizes),):
             return sizes
+        raise _no_mask_space(space, sizes, leaf, what)
 
     # A Dict may have masks for some parts of the action only.
-    elif isinstance(space, gym.spaces.Dict) and space.spaces and set(space.spaces) <= set(sizes):
-        sizes_of_part = {}
-        for key, part in space.spaces.items():
-            sizes_of_part[key] = _sizes_in(
-                part,
-                sizes[key],
-                f"{leaf}[{key!r}]",
-                what,
-            )
-        return sizes_of_part
-    raise SpaceError(
+    is_dict = isinstance(space, gym.spaces.Dict)
+    if not is_dict or not space.spaces or not set(space.spaces) <= set(sizes):
+        raise _no_mask_space(space, sizes, leaf, what)
+    sizes_of_part = {}
+    for key, part in space.spaces.items():
+        sizes_of_part[key] = _sizes_in(part, sizes[key], f"{leaf}[{key!r}]", what)
+    return sizes_of_part
+
+
+def _no_mask_space(space, sizes, leaf, what):
+    "The error of `_sizes_in`."
+    return SpaceError(
         f"{what}: this is no mask of the actions",
         leaf=leaf,
         expected=f"as in {mask_space(sizes)}",
@@ -212,11 +215,8 @@ class WithActionMask(gym.Wrapper):
                 got=f"infos {sorted(map(str, info))}",
                 expected="an info, or a method of the environment, of this name",
             )
-        self.mask = _fitting(
-            mask,
-            self.sizes,
-            f"info[{key!r}]",
-        )
+        place = "obs" if self.has_entry else "info"
+        self.mask = _fitting(mask, self.sizes, f"{place}[{key!r}]")
         if self.has_entry:
             return obs, info
 
@@ -252,16 +252,19 @@ def _fitting(mask, sizes, leaf):
             x = np.zeros(0)
         if x.shape == (sum(sizes),) and x.dtype.kind in "biuf":
             return (x != 0).astype(np.int8)
-    elif isinstance(mask, Mapping) and set(mask) <= set(sizes):
-        fitting: Any = _everywhere(sizes, 1)
-        for key, part in mask.items():
-            fitting[key] = _fitting(
-                part,
-                sizes[key],
-                f"{leaf}[{key!r}]",
-            )
-        return fitting
-    raise EnvError(
+        raise _no_mask(mask, sizes, leaf)
+
+    if not isinstance(mask, Mapping) or not set(mask) <= set(sizes):
+        raise _no_mask(mask, sizes, leaf)
+    fitting: Any = _everywhere(sizes, 1)
+    for key, part in mask.items():
+        fitting[key] = _fitting(part, sizes[key], f"{leaf}[{key!r}]")
+    return fitting
+
+
+def _no_mask(mask, sizes, leaf):
+    "The error of `_fitting`."
+    return EnvError(
         "this is no mask of the actions",
         leaf=leaf,
         got=describe(mask),

@@ -104,7 +104,9 @@ class Final(NamedTuple):
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #1ba381e3
 @with_field_docs
 class Collected(NamedTuple):
-    """The results of several steps that are not in the rows of their states.
+    """What a source returns of several steps besides their states.
+
+    `TickSource.collect_into` has written the states into the rows of a fragment.
 
     Args:
         reports: reports of the actor, `[n, B, ...]` each, for one step or for several
@@ -319,8 +321,12 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
     """
     t, b = cut.nonzero(as_tuple=True)
 
-    # `last` may be None if it needs no rows: no step was truncated, or there is nothing in `like`.
     def rows(name, last, like):
+        """Check `last`, the argument `name` of `from_steps`, and return it.
+
+        It may be None where it needs no rows: if no step was truncated, or if `like`, the array of
+        all rows, has no leaves.
+        """
         if last is None and len(t) and nested.leaves(like):
             raise DataError(
                 "a step was truncated",

@@ -136,11 +136,11 @@ def _row(name: str, arg: Any, first: str, like: Tensor, from_array: bool) -> Ten
     #     a discount   yes  yes  yes  yes    yes     yes
     #     another one  yes  no   yes  yes    no      no
     #
-    # So the rows of another argument than a discount are never repeated, unless it has no
-    # dimensions at all.
+    # So only a discount, or an argument without dimensions, is repeated along T.
     ways = []
     has_own_rows = x.shape[:1] == like.shape[:1]
-    if x.dtype == like.dtype and (is_rate or has_own_rows or not x.dim()):
+    may_be_repeated = is_rate or x.dim() == 0
+    if x.dtype == like.dtype and (has_own_rows or may_be_repeated):
         ways = _padded(x, like.shape, may_lack_first=is_rate)
     if len(ways) == 1:
         return x.reshape(ways[0]).expand(like.shape)
@@ -301,8 +301,8 @@ def discounted_returns(
     )
     tensor_of = dict(zip(optional, others))
 
-    # The value of the return after a row where the trace stops, and 0 elsewhere: V of the state
-    # reached where an episode ends, and the bootstrap after the last row
+    # Where the trace stops after row t, `tail[t]` is in the place of the return of row t+1: it is
+    # V of the state reached if an episode ends, and the bootstrap in the last row. Elsewhere it is 0.
     tail = torch.zeros_like(r)
     if is_cut is not None and v_tp1 is not None:
         tail = tensor_of["v_tp1"].masked_fill(~is_cut, 0.0)

@@ -79,12 +79,12 @@ def check_engine_alike(engine: Any) -> None:
     original = nested.map(np.copy, nested.getitem((rows.state, rows.hx), 0))
     for _ in range(2):
         # Both answer for the same state, memory and noise.
-        noise = None if engine.draw is None else engine.example()
+        noise = None if engine.draw is None else engine.noise_example()
         if noise is not None:
             nested.setitem(engine.noise, 0, noise)
         engine.answer(0)
         state = nested.map(torch.from_numpy, first_row(rows.state))
-        hx = nested.map(torch.from_numpy, nested.getitem(first_row(rows.hx), 0))
+        hx = nested.map(lambda x: torch.from_numpy(x[0].copy()), rows.hx)
         with engine.eval_mode:
             act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
         graph_act, graph_info = first_row((rows.act, rows.info))
@@ -196,11 +196,11 @@ class OnnxEngine:
         self.changes = []
 
         # Examples must not draw the lane's own noise.
-        self.example_noise = torch.Generator().manual_seed(0)
+        self.example_generator = torch.Generator().manual_seed(0)
         self.noise = None
         if draw is not None:
             self.noise = nested.map(
-                lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example()
+                lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.noise_example()
             )
         self._compile()
 
@@ -225,7 +225,11 @@ class OnnxEngine:
             np.copyto(copy, weight.detach().numpy())
 
     def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
-        "Prepare for `n` steps, and draw their noise. See `TorchEngine`."
+        """Prepare for `n` steps, and draw their noise. See `TorchEngine`.
+
+        Returns the rows that the steps write, and the number of the first of them. These are the
+        staged rows, from which `end` copies to `rows`.
+        """
         self.rows.begin(row.state(arrays_of(act)), hx)
         if self.draw is not None:
             nested.setitem(self.noise, (slice(n), 0), self.draw(n))
@@ -258,9 +262,9 @@ class OnnxEngine:
         hx = copied(self.rows.hx, n)
         return reports, act, hx
 
-    def example(self) -> Any:
+    def noise_example(self) -> Any:
         "An example of noise `[1, B, ...]`, from a generator that no lane uses."
-        return self.actor.draw_noise((1, self.rows.state.fin.shape[1]), self.example_noise)
+        return self.actor.draw_noise((1, self.rows.state.fin.shape[1]), self.example_generator)
 
     def _compile(self, change=None, kept=True):
         """Use a graph of the actor's current form.

@@ -89,7 +89,7 @@ class Calls(TorchFunctionMode):
 
     def __init__(self, parts: dict):
         super().__init__()
-        self.parts = {id(part): name for part, name in parts.items()}
+        self.name_of_id = {id(part): name for part, name in parts.items()}
         self.where = {}
 
     def __torch_function__(
@@ -106,7 +106,7 @@ class Calls(TorchFunctionMode):
         "The name of the innermost module that is being executed."
         frame = sys._getframe(2)  # that of the code which has called the function or operator
         while frame is not None:
-            name = self.parts.get(id(frame.f_locals.get("self")))
+            name = self.name_of_id.get(id(frame.f_locals.get("self")))
             if name is not None:
                 return name
             frame = frame.f_back
@@ -167,7 +167,9 @@ class Operators(TorchDispatchMode):
             raise Impure(f"`{name}` in {place} draws random numbers")
 
         if name == "convolution":
-            self.convolutions += out.numel() * args[1][0].numel()
+            # Each number of the output is a sum of products with one kernel, `weight[k]`.
+            weight = args[1]
+            self.convolutions += out.numel() * weight[0].numel()
         self.in_use.append((inputs, out))
         self.known.update(_memory(x) for x in _tensors_in((inputs, out)))
         return out

@@ -96,7 +96,8 @@ def single_spaces(space: gym.Space) -> Any:
 def form_of_space(space: gym.Space) -> dict[str, tuple]:
     """Path -> the facts of each part of a space: its shape, kind of numbers and choices.
 
-    A network that was made for a space also fits another one with the same facts. Bounds are none.
+    A network that was made for a space also fits another one with the same facts. Bounds are not
+    among the facts.
     """
     facts = {}
     for path, part in nested.items(single_spaces(space)):
@@ -234,7 +235,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
     kinds = "f" if space.dtype.kind == "f" else "iub"
 
     # Integers must be within their limits. Floats are clipped to the bounds of a Box, if any of
-    # these is finite. `bounds_of_one` are those of one action, and `bounds` those in use.
+    # these is finite. `bounds_of_one` are the bounds of one action. `bounds` are the same, repeated
+    # to the shape of the last batch (a cache); None: nothing is clipped.
     is_box = isinstance(space, gym.spaces.Box)
     low, high = (None, None) if is_box else limits(space)
     bounds = bounds_of_one = None
@@ -267,7 +269,7 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                     expected="finite numbers",
                     got=str(act[b]),
                 )
-            if bounds:
+            if bounds is not None:
                 # numpy is faster with bounds that have the shape of the batch than with those of
                 # one action.
                 if bounds[0].shape != act.shape:
@@ -286,7 +288,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                 )
 
         # A clipped action is a new array already.
-        return act.astype(space.dtype, copy=copy and not bounds)
+        is_new = bounds is not None
+        return act.astype(space.dtype, copy=copy and not is_new)
 
     return batch
 

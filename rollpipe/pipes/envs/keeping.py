@@ -105,7 +105,9 @@ class KeptEnv:
     def play(self, draw: Callable, n: int, more: int, deadline: float) -> list:
         """Take random actions until an episode ends, and then `more` actions.
 
-        Returns the list of all resets and steps, `(name, argument, bits of the answer)`.
+        Returns the list of all resets and steps, `(name, argument, bits of the answer)`. If the
+        time is over, the list ends early. That of a single environment then ends with a reset and
+        one step.
 
         Args:
             draw: function that returns an action
@@ -115,55 +117,54 @@ class KeptEnv:
             deadline: time of `time.monotonic()` after which the remaining steps are left out
         """
         calls = []
+        is_late = self._play_to_end(calls, draw, n, deadline)
+        n_left = 0 if is_late else more
+        for _ in range(n_left):
+            _, is_late = self._step_and_reset(calls, draw, deadline)
+            if is_late:
+                break
 
-        def step():
-            action = draw()
-            bits, ended = self.do("step", action)
-            calls.append(("step", action, bits))
-            return ended
+        # A single environment that is late was just reset. One more step shows the beginning of an
+        # episode.
+        if is_late and self.single:
+            self._call(calls, "step", draw())
+        return calls
 
-        def reset(**arguments):
-            bits, _ = self.do("reset", arguments)
-            calls.append(("reset", arguments, bits))
+    def _play_to_end(self, calls, draw, n, deadline):
+        """Take steps until an episode ends, at most `n`. Adds them to `calls`.
 
-        def step_and_reset(must_end):
-            """Take a step, and reset where it ended an episode.
-
-            The test needs an end of an episode. So a single environment is also reset if the
-            episode `must_end` now, or if the time is over.
-
-            Returns where an episode ended by itself, and whether the time is over.
-            """
-            ended = step()
-            is_late = time.monotonic() > deadline
-            if self.single and (ended or must_end or is_late):
-                reset()
-            elif self.vector and autoreset_mode(self.env) == "Disabled" and np.any(ended):
-                reset(options=dict(reset_mask=np.array(ended)))
-            return ended, is_late
-
-        def finished_early():
-            "Return all calls, because the time is over."
-            # A single environment was just reset. One more step shows the beginning of an episode.
-            if self.single:
-                step()
-            return calls
-
-        # Up to `n` steps, until an episode ends
+        Returns whether the time was over before that. The arguments are those of `play`.
+        """
         for k in range(n):
             is_last = k == n - 1
-            ended, is_late = step_and_reset(must_end=is_last)
+            ended, is_late = self._step_and_reset(calls, draw, deadline, must_end=is_last)
             if not is_last and bool(np.any(np.asarray(ended))):
-                break
+                return False  # the next step notices whether the time is over
             if is_late:
-                return finished_early()
+                return True
+        return False
 
-        # The `more` steps. If the time is over already, only one of them is taken.
-        for _ in range(more):
-            _, is_late = step_and_reset(must_end=False)
-            if is_late:
-                return finished_early()
-        return calls
+    def _step_and_reset(self, calls, draw, deadline, must_end=False):
+        """Take a step, and reset where it ended an episode. Adds both to `calls`.
+
+        The test needs an end of an episode. So a single environment is also reset if the episode
+        `must_end` now, or if the time is over.
+
+        Returns where an episode ended by itself, and whether the time is over.
+        """
+        ended = self._call(calls, "step", draw())
+        is_late = time.monotonic() > deadline
+        if self.single and (ended or must_end or is_late):
+            self._call(calls, "reset", {})
+        elif self.vector and autoreset_mode(self.env) == "Disabled" and np.any(ended):
+            self._call(calls, "reset", dict(options=dict(reset_mask=np.array(ended))))
+        return ended, is_late
+
+    def _call(self, calls, name, argument):
+        "Reset or step as `do`, and add the call to `calls`. Returns where an episode ended."
+        bits, ended = self.do(name, argument)
+        calls.append((name, argument, bits))
+        return ended
 
     def repeat(self, calls: list, between: Callable | None = None) -> None:
         """Repeat resets and steps. Raises `EnvError`, which names the first answer that differs.
@@ -229,16 +230,22 @@ def _undisturbed():
 class _AllWays:
     """Keeps an environment in several ways at once.
 
-    A way that fails is moved to `failed`, and is not used any more.
+    It has the methods of a `Keeper` and of a `Kept`, for `KeptEnv`. A way that fails is moved to
+    `failed`, and is not used any more.
 
     Args:
-        env: a new environment
         names: names of `Keeper`
     """
 
-    def __init__(self, env, names):
-        self.ways = {name: Keeper(name).begin(env) for name in names}
+    def __init__(self, names):
+        self.names = names
+        self.ways = {}
         self.failed = {}
+
+    def begin(self, env):
+        "Begin to keep a new environment."
+        self.ways = {name: Keeper(name).begin(env) for name in self.names}
+        return self
 
     def reset(self, **given):
         self._each(lambda kept: kept.reset(**given))
@@ -295,9 +302,8 @@ def _played(env, first_reset, ways, n_steps, seconds, info_keys, more_steps=_MOR
         more_steps: for each part, the number of steps after the end of the episode
     """
     _seed_all(0)
-    running = KeptEnv(env, Keeper("none"), info_keys)
-    all_ways = _AllWays(env, ways)
-    running.kept = all_ways
+    all_ways = _AllWays(ways)
+    running = KeptEnv(env, all_ways, info_keys)
     draw = sampler(env, 0)
     deadline = time.monotonic() + seconds
     parts = []
@@ -313,24 +319,38 @@ def _played(env, first_reset, ways, n_steps, seconds, info_keys, more_steps=_MOR
         calls = []
         if i + 1 == _N_PARTS_BEFORE:
             states = all_ways.states()
-            running.kept = Keeper("none").begin(env)
+            running.kept = Keeper("none").begin(env)  # no state of it is needed any more
     return running, parts, states, all_ways.failed
 
 
 def _check(one, state, parts):
     """Raise an exception unless a new environment continues exactly from kept states.
 
+    The environment that took the parts first gave `state` after parts 0 and 1. This is what the new
+    environment does with it:
+
+        restore `state`           part 2    take its state    part 3
+        restore the state         part 3    take its state    part 4
+        restore the state         part 4    ...
+
+    So each restore has to undo the last part of the line before. A way that repeats actions needs a
+    new environment for each restore. So there the new environment restores only `state`, and no
+    part is undone:
+
+        restore `state`           part 2    take its state
+                                  part 3    take its state
+                                  part 4    ...
+
     Args:
-        one: `KeptEnv` of a new environment, kept in the way that is tested. It gets `state` before
-            its first part. Before each later part it gets the state that it had itself after the
-            part before, unless the way repeats actions
+        one: `KeptEnv` of a new environment, kept in the way that is tested
         state: state of the environment that took the parts, after `_N_PARTS_BEFORE` parts
         parts: from `_played`
     """
     repeats_actions = isinstance(one.kept, KeptActions)
     _seed_all(100)
     for i in range(_N_PARTS_BEFORE, len(parts)):
-        if i == _N_PARTS_BEFORE or not repeats_actions:
+        is_first = i == _N_PARTS_BEFORE
+        if is_first or not repeats_actions:
             one.kept.restore(state)
 
             # The way 'replay (episode)' is to repeat the present episode alone. If `restore` has
@@ -342,8 +362,7 @@ def _check(one, state, parts):
         one.repeat(parts[i])
         state = one.kept.state()
 
-        # Take some steps after the state was taken, so that the next restore has to undo them. A
-        # replay needs a new environment, so it is restored only once.
+        # The part that the next restore has to undo
         if not repeats_actions and i + 1 < len(parts):
             _seed_all(i + 1)
             one.repeat(parts[i + 1])
@@ -352,14 +371,22 @@ def _check(one, state, parts):
 def _disturbance(running, one, parts, start, make, envs):
     """Find whether two environments of a process disturb one another.
 
-    The environment `one` repeats the parts from number `start` on, and before each of its calls,
-    the environment `running`, which took these parts first, takes a step. Returns the first
-    difference in the answers of `one`, or None. A difference that also appears if a new environment
-    repeats all parts alone does not count.
+    The environment `one` repeats parts, and before each of its calls, the environment `running`
+    takes a step. Returns the first difference in the answers of `one`, or None. A difference that
+    also appears if a new environment repeats all parts alone does not count.
+
+    Args:
+        running: `KeptEnv` of the environment that took the parts first
+        one: `KeptEnv` of another environment, which has repeated the parts before `start`
+        parts: from `_played`
+        start: number of the first part that `one` repeats here
+        make: makes a new environment
+        envs: list of all open environments. If there is a difference, they are closed, and a new
+            one is added, which the caller closes
     """
     draw = sampler(running.env, 1)
 
-    def act():
+    def step_of_running():
         with GlobalRandomStates():
             running.play(draw, 0, 1, math.inf)
 
@@ -368,7 +395,7 @@ def _disturbance(running, one, parts, start, make, envs):
             running.do("reset", {})
         for i in range(start, len(parts)):
             _seed_all(i)
-            one.repeat(parts[i], act)
+            one.repeat(parts[i], between=step_of_running)
         return None
     except Exception as e:
         difference = describe_exception(e)
@@ -381,12 +408,24 @@ def _disturbance(running, one, parts, start, make, envs):
         alone = KeptEnv(envs[-1], Keeper("none"))
         for i, part in enumerate(parts):
             _seed_all(i)
-            alone.repeat(part, lambda: None)  # with `between`, infos do not count
+            alone.repeat(part, between=lambda: None)  # with `between`, infos do not count
     except Exception:
         return None
     return difference
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #4abdf8f8
+# A process may be able to have only one environment at a time. The words for this:
+#
+#   why_one    an argument of `_test`: the reason, if the caller assumes it
+#   only       the same, or the error with which a second environment could not be made
+#   disturbed  the first difference in the answers of an environment while another one takes steps
+#   lent       the factory returns the same environment at each call, so nothing can be tested
+#   suspect    the error of a way, if another open environment may be the reason for it. If no way
+#              is exact, the test is repeated with this error as `why_one`
+#   alone      an environment is tested while no other one is open. `Keeper.alone` is the reason to
+#              run one so, from `only` or `disturbed`
+
+
 def _ways(env):
     """Names of the keepers to test, in groups. One environment is enough for the ways of a group.
 
@@ -427,7 +466,7 @@ def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
             have several
         seed: as for `keeper_for`, like `n_steps`, `seconds` and `info_keys`
     """
-    only = why_one  # set below, if a second environment cannot be made
+    only = why_one  # or set below, if a second environment cannot be made
 
     def new():
         if only:

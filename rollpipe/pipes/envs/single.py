@@ -166,8 +166,8 @@ def write_step_numbers(stepno: np.ndarray, fin: np.ndarray) -> None:
     if not fin.any():
         return
 
-    # The last row up to each row in which an episode ended; 0 if there is none. The step number of
-    # that row becomes 0, so it is subtracted from the rows after it.
+    # For each row: the latest row, up to it, in which an episode ended; 0 if there is none. The step
+    # number of that latest row becomes 0, so it is subtracted from the rows after it.
     last_end = np.maximum.accumulate(np.where(fin, t, 0))
     stepno[1:] -= np.where(last_end, stepno[0] + last_end, 0)
 
@@ -354,6 +354,7 @@ class EnvBatch(Batch):
                 self._put_rewards(row, rews)
             valid = self._all if self.sticky is None else self.sticky.after_step(row.obs, ended)
             info = self._infos.record(infos, valid)
+            # Warn about infos that the user named and that no environment has reported yet.
             if ended and self._infos.awaited:
                 self._infos.say_awaited()
         except PipeError as e:

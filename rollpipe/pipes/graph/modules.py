@@ -202,6 +202,10 @@ class VersionCounter:
         return updates.version
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #ee9090e4
+# Objects of these classes are not searched.
+_WITHOUT_MODULES = type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, float
+
+
 def modules_in(holder: Any, depth: int = 3) -> list:
     """All modules in `holder`, each once.
 
@@ -225,9 +229,6 @@ def modules_in(holder: Any, depth: int = 3) -> list:
 
     visit(holder, depth)
     return list(modules.values())
-
-
-_WITHOUT_MODULES = type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, float
 
 
 def _parts(x):
@@ -402,15 +403,16 @@ def n_cores() -> int:
     return os.cpu_count() or 1
 
 
-# At its start, torch takes one thread for each core that it counts. Depending on the machine, it
-# counts all processors, half of them (if a core runs two threads), or the cores of the faster kind.
-# So a number between a third of the cores and all processors is taken for torch's own. Any other
-# number was chosen by the user before this module was imported.
+# Has the user chosen a number of threads before this module was imported? torch does not say, so it
+# is guessed: a number between a third of the cores and all processors is taken for torch's own. The
+# reason is that torch takes at its start one thread for each core that it counts. Depending on the
+# machine, it counts all processors, half of them (if a core runs two threads), or the cores of the
+# faster kind.
 _began_with = torch.get_num_threads()
 _is_usual = n_cores() / 3 <= _began_with <= (os.cpu_count() or 1)
 # The number of threads that torch took by itself; empty if the user had changed it already
 _NOT_CHOSEN = {_began_with} if _is_usual else set()
-# `.choose`: is this thread within a `torch_threads` block that has set a number?
+# `.has_set`: is this thread within a `torch_threads` block that has set a number?
 _blocks = threading.local()
 
 
@@ -418,7 +420,7 @@ def _is_chosen() -> bool:
     "Has the user chosen the number of threads? See `few_threads`."
     return bool(
         torch.get_num_threads() not in _NOT_CHOSEN
-        or getattr(_blocks, "choose", False)
+        or getattr(_blocks, "has_set", False)
         or os.environ.get("OMP_NUM_THREADS")
         or os.environ.get("MKL_NUM_THREADS")
     )
@@ -443,12 +445,12 @@ class torch_threads(ContextDecorator):
 
     def __enter__(self) -> None:
         self.n_before = torch.get_num_threads()
-        self.choose_before = getattr(_blocks, "choose", False)
+        self.had_set_before = getattr(_blocks, "has_set", False)
         # The number of threads in the block; None: it does not change
         self.n_within = None if self.unless_chosen and _is_chosen() else self.n
         if self.n_within is None:
             return
-        _blocks.choose = True
+        _blocks.has_set = True
         if self.n_within != self.n_before:
             torch.set_num_threads(self.n_within)
 
@@ -457,7 +459,7 @@ class torch_threads(ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         if self.n_within is None:
             return
-        _blocks.choose = self.choose_before
+        _blocks.has_set = self.had_set_before
         if self.n_within != self.n_before:
             torch.set_num_threads(self.n_before)
 

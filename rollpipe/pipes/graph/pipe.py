@@ -52,23 +52,28 @@ class Traits:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # Go through the bases from the oldest on. A base that overrides a method of older bases
-        # ends their promises. Say `A` promises `reads = 1`. A subclass that overrides `A.stream`
-        # has the default of `reads`, unless it promises a value itself; one that only adds a new
-        # method still has `reads = 1`.
-        names_so_far = set()
-        names_since_override = set()  # in the last base that overrides, and in the later ones
-        for base in reversed(cls.__mro__):
-            methods = {name for name, x in vars(base).items() if _is_method(name, x)}
-            if methods & names_so_far:
-                names_since_override = set()
-            names_since_override |= vars(base).keys()
-            names_so_far |= vars(base).keys()
-
-        # Promises of older bases no longer hold.
+        # A promise holds if it stands in the last class that overrides a method, or in a later
+        # class. Say `A` promises `reads = 1`. A subclass that overrides `A.stream` has the default
+        # of `reads`, unless it promises a value itself; one that only adds a new method still has
+        # `reads = 1`.
+        bases = list(reversed(cls.__mro__))  # from the oldest on
+        first = _index_of_last_override(bases)
+        promises = set().union(*map(vars, bases[first:]))
         for name in ("reads", "keeps_items", "any_strides", "drops_items", "fusible"):
-            if name not in names_since_override:
+            if name not in promises:
                 setattr(cls, name, getattr(Traits, name))
+
+
+def _index_of_last_override(bases):
+    "The index of the last class that overrides a method of a class before it, or 0."
+    index = 0
+    older_names = set()
+    for k, base in enumerate(bases):
+        methods = {name for name, x in vars(base).items() if _is_method(name, x)}
+        if methods & older_names:
+            index = k
+        older_names |= vars(base).keys()
+    return index
 
 
 def _is_method(name, x) -> bool:
@@ -332,10 +337,11 @@ class Watch:
             yield item
             # Checks become rarer, so that they cost little.
             is_power_of_two = n & (n - 1) == 0
-            if is_power_of_two and (self.has_yielded or self._has_warned(n)):
+            if is_power_of_two and (self.has_yielded or self._warned_if_many(n)):
                 return
 
-    def _has_warned(self, n):
+    def _warned_if_many(self, n):
+        "Warn if `n` items are many, or took long. Returns whether it has warned."
         many, some, seconds = PATIENCE
         took = monotonic() - self.start
         is_slow = n >= some and took >= seconds
@@ -354,18 +360,42 @@ def close(items: Any) -> None:
         items.close()
 
 
-# `.watch` is the watch that `_watched` offers in this thread, or None.
+# A pipe of torch, such as `Filter`, does not count the items that it reads. So the nearest of our
+# pipes above it counts the items that it yields. It gets the watch for this as follows, in one
+# thread:
+#
+#   1. `opened` opens the pipe of torch, and makes the watch.
+#   2. `_watched` offers the watch as `_offered.watch`, and reads the first item of the pipe of
+#      torch. Only now this pipe opens its input.
+#   3. The first of our pipes that begins to iterate takes the watch (`_taken_watch`, in
+#      `Pipe.__iter__`), and yields its items by `_counted_for`.
+#   4. When the first item has come, `_watched` ends the offer, and tells the watch that the pipe of
+#      torch has yielded.
 _offered = threading.local()
 
 
-def _watched(items, watch):
-    """Yield from `items`, the iterator of a pipe of torch, and warn as `watch` does.
+def opened(pipe: IterDataPipe) -> Iterator:
+    """An iterator of `pipe`.
 
-    A pipe of torch, such as `Filter`, does not count the items that it reads. So the nearest of our
-    pipes above it counts the items that it yields, in `_counted_for`. It gets the watch like this:
-    a pipe of torch opens its input when its own first item is read. Meanwhile the watch is offered,
-    and the first of our pipes that begins to iterate takes it (`_taken_watch`).
+    If `pipe` is one of torch's that may read many items without yielding one, a warning is logged
+    when it does.
     """
+    # The pipes of torch from `pipe` on, up to the first one of ours
+    foreign = []
+    above = pipe
+    while not isinstance(above, Pipe):
+        sources = edits.inputs(above)
+        if not sources:
+            break
+        foreign.append(above)
+        above = sources[0]
+    names = [type(x).__name__ for x in foreign if trait(x, "reads") != 1]
+    items = iter(pipe)
+    return _watched(items, Watch(" or ".join(names))) if names else items
+
+
+def _watched(items, watch):
+    "Yield from `items`, the iterator of a pipe of torch, and warn as `watch` does."
     before = getattr(_offered, "watch", None)
     _offered.watch = watch
     try:
@@ -394,26 +424,6 @@ def _counted_for(watch, items):
         yield from chain(watch.counted(items), items)
     finally:
         close(items)
-
-
-def opened(pipe: IterDataPipe) -> Iterator:
-    """An iterator of `pipe`.
-
-    If `pipe` is one of torch's that may read many items without yielding one, a warning is logged
-    when it does.
-    """
-    # The pipes of torch from `pipe` on, up to the first one of ours
-    foreign = []
-    above = pipe
-    while not isinstance(above, Pipe):
-        sources = edits.inputs(above)
-        if not sources:
-            break
-        foreign.append(above)
-        above = sources[0]
-    names = [type(x).__name__ for x in foreign if trait(x, "reads") != 1]
-    items = iter(pipe)
-    return _watched(items, Watch(" or ".join(names))) if names else items
 
 
 def _in_few_threads(items, pipe):
@@ -480,7 +490,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         raise NotImplementedError(f"{type(self).__name__} must define stream(self, items)")
 
     def __iter__(self):
-        # There is a watch only if a pipe of torch reads this pipe, see `_watched`.
+        # There is a watch only if a pipe of torch reads this pipe, see `_offered`.
         watch = _taken_watch()
         return self._run() if watch is None else _counted_for(watch, self._run())
 
@@ -508,8 +518,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         may_starve = self.reads is None and self.drops_items
 
         stream = None
-        memory = {}  # filled by `keep`
-        self.kept = memory
+        kept = {}  # `keep` fills it
+        self.kept = kept
         self.at_start = plain_attributes(self)
         try:
             counted = chain(watch.counted(items), items) if may_starve else items
@@ -541,7 +551,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
             raise  # the graph is short, so a pipe has recursed
         finally:
             # If a newer iteration has begun, `kept` is its dict, and stays.
-            if self.kept is memory:
+            if self.kept is kept:
                 self.kept = self.at_start = None
             try:
                 close(stream)  # `yield from` closes it only after the first item

@@ -89,7 +89,7 @@ class ChunkFolder:
 
     @contextmanager
     def _clearing(self):
-        "A block after whose error the files that wait for `sync` are removed."
+        "A `with` block. If it fails, the files that wait for `sync` are removed."
         try:
             with names_file(self.path):
                 yield

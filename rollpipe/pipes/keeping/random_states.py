@@ -9,6 +9,7 @@ __all__ = ['NumpyState', 'GlobalRandomStates', 'episode_seed', 'EpisodeSeeds', '
 import ctypes
 import functools
 import json
+import math
 import random
 from typing import Any
 
@@ -196,8 +197,16 @@ class _Reseeding:
 
     `n` counts the random words from which new states were made.
 
-    A state is plain data with captures, whose texts are read here: see `_Capture` in the chapter of
-    plain data. Such a text is `[root, entries]`. An entry is a list that begins with its kind:
+    A state is plain data with captures, which `capture` has made. A capture is a dict with a text
+    `graph` and a tensor of bytes, `memory`. The text is `[root, entries]`, with an entry for each
+    object. For example, the capture of `{"gen": x, "n": 7}`, where `x` is the state of a generator
+    of torch, has 5056 bytes of `memory`, and this text:
+
+        [[0], [["dict", "builtins.dict", [["gen", [1]], ["n", 7]]],           entry 0, the root
+               ["array", [2], ["uint8", "cpu"], [5056], [1], 0],              entry 1, `x`
+               ["memory", 0, 5056]]]                                          entry 2, its bytes
+
+    An entry is a list that begins with its kind:
 
         ["dict", class, [[key, value], ...]]
         ["items", class, values, maximum length]
@@ -282,7 +291,7 @@ class _Reseeding:
         # of bytes, too, but no states.
         inner_memories = [_number_in(items["memory"]) for items in dicts if "graph" in items]
 
-        # The entries are changed in their order, which is that of the random words.
+        # The entries are changed in their order, so that each gets the same random word every time.
         for k, (entry, items) in enumerate(zip(entries, dicts)):
             kind = entry[0]
             if kind == "array":
@@ -378,10 +387,17 @@ def _is_torch_state(entry: list) -> bool:
 
 
 def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
-    "The bytes from the beginning of array `k` to the end of the memory in which it lies."
-    _, (memory_number,), _, _, _, offset = entries[k]
-    _, begin, n = entries[memory_number]
-    return memory[begin + offset : begin + n]
+    """The bytes of array `k`, a view of the part of `memory` in which it lies.
+
+    The array is one in which no element is left out, as those of generators and captures are.
+    """
+    _, memory_code, form, shape, _, offset = entries[k]
+    _, begin_of_memory, _ = entries[_number_in(memory_code)]
+    begin = begin_of_memory + offset
+
+    # The first item of the form is the dtype: '<u4' of numpy, or 'uint8' of torch.
+    n_bytes = math.prod(shape) * np.dtype(form[0]).itemsize
+    return memory[begin : begin + n_bytes]
 
 
 def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
@@ -395,8 +411,7 @@ def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
         if isinstance(new, dict):
             _put(entries, _number_in(code), new, memory)
         elif isinstance(new, np.ndarray):
-            from_begin = _bytes_of(entries, _number_in(code), memory)
-            from_begin[: new.nbytes] = new.view(np.uint8)
+            _bytes_of(entries, _number_in(code), memory)[:] = new.view(np.uint8)
         else:
             pair[1] = new
 
@@ -405,7 +420,7 @@ def reseeded(state: Any, seed: np.random.SeedSequence) -> Any:
     """The state with other states of all its random generators.
 
     Generators on other devices than the CPU keep their states. An environment that is kept by its
-    actions repeats them with the old states, and then gets others, see `change_noise`.
+    actions repeats them with the old states, and then gets others, see `copies.change_noise`.
 
     Args:
         state: plain data with captures, such as the `stream` of a checkpoint; it is not changed

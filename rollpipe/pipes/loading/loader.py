@@ -273,6 +273,7 @@ class LoaderIterator(Iterator):
         loader = self.loader
         is_newest = self.number == loader.n_iterators - 1
         if not is_newest:
+            # This ends the iteration of the newer iterator, as it does in torchdata.
             loader._tell("finalize_iteration")
             raise RuntimeError(
                 "This iterator has been invalidated: "
@@ -376,8 +377,10 @@ class DataLoader2:
         self.stream: Any = None
         self.waiting = False  # has an iteration begun from which no item was read?
         self.paused = False
-        self.adapted = False  # has the service changed the graph?
-        self.seeded = False  # has an iteration begun with `_seed`?
+        self.initialized = False  # has the service changed the graph?
+        self.seeded = (
+            False  # has an iteration begun since the last call of `seed`, if there was one?
+        )
         self.shut = False
         # Number of iterators that were made. They are counted and not stored: each holds the
         # loader, and a loader that held them would not be freed with the last of them.
@@ -406,9 +409,9 @@ class DataLoader2:
         # The service changes the graph once, and may change it again for each iteration.
         service = self.reading_service
         if service is not None:
-            if not self.adapted:
+            if not self.initialized:
                 self.datapipe = service.initialize(self.datapipe)
-            self.adapted = True
+            self.initialized = True
             change = service.initialize_iteration(self._seed_generator)
             if change:
                 self.datapipe = change(self.datapipe)
