@@ -64,6 +64,8 @@ def allowed(mask: Tensor, sizes: tuple) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
+# Masks are nested as the `mask_sizes` of the actions, in a dict for a Dict. The functions below go
+# through such dicts of `sizes`; the values of `sizes` that are no dicts are those of one mask.
 def _each(function, sizes, *trees):
     """Apply `function(sizes, *leaves of the trees)` to each mask.
 

@@ -416,12 +416,12 @@ def _disturbance(running, one, parts, start, make, envs):
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #4abdf8f8
 # A process may be able to have only one environment at a time. The words for this:
 #
-#   why_one    an argument of `_test`: the reason, if the caller assumes it
-#   only       the same, or the error with which a second environment could not be made
-#   disturbed  the first difference in the answers of an environment while another one takes steps
+#   only       the reason: the error with which a second environment could not be made, or what the
+#              caller of `_test` assumes (`why_one`)
 #   lent       the factory returns the same environment at each call, so nothing can be tested
 #   suspect    the error of a way, if another open environment may be the reason for it. If no way
 #              is exact, the test is repeated with this error as `why_one`
+#   disturbed  the first difference in the answers of an environment while another one takes steps
 #   alone      an environment is tested while no other one is open. `Keeper.alone` is the reason to
 #              run one so, from `only` or `disturbed`
 
@@ -452,6 +452,98 @@ def _count_steps(part):
     return sum(name == "step" for name, *_ in part)
 
 
+class _Supply:
+    """New environments for a test.
+
+    Args:
+        make: makes a new environment
+        envs: list of all open environments, which the caller closes
+        only: why a process can have only one environment at a time. Then each environment is closed
+            before the next one is made. None: it can have several
+    """
+
+    def __init__(self, make, envs, only):
+        self.make = make
+        self.envs = envs
+        self.only = only
+        self.unused = []
+
+    def begin(self):
+        """Make two environments, to see whether a process can have several. If not, set `only`.
+
+        Returns the first one, and whether the factory has lent it: it is also the second one.
+        """
+        first = self._new()
+        self.unused = [first]
+        if self.only:
+            return first, False
+        try:
+            second = self._new()
+        except Exception as e:
+            self.only = describe_exception(e)
+            return first, False
+        self.unused.append(second)
+        is_lent = getattr(first, "unwrapped", first) is getattr(second, "unwrapped", second)
+        return first, is_lent
+
+    def next(self):
+        "An environment that no way has used yet."
+        return self.unused.pop() if self.unused else self._new()
+
+    def _new(self):
+        if self.only:
+            _close_all(self.envs)
+        self.envs.append(self.make())
+        return self.envs[-1]
+
+
+class _Failures:
+    """The errors of the ways that failed, `errors`: name -> error.
+
+    `suspect` is the last error, if another open environment may be the reason for it, else None.
+    """
+
+    def __init__(self):
+        self.errors = {}
+        self.suspect: str | None = None
+
+    def add(self, names, error, is_suspect):
+        "Add an exception with which the ways `names` failed."
+        text = describe_exception(error)
+        self.errors |= dict.fromkeys(names, text)
+        self.suspect = text if is_suspect else None
+
+
+def _first_exact(ways, states, broken, parts, supply, failures, info_keys):
+    """Find the first way in which a new environment continues exactly from the state of another.
+
+    Returns its name and the `KeptEnv` of the new environment; None if there is no such way.
+
+    Args:
+        ways: names of the ways
+        states: way -> state of the environment that took the parts
+        broken: way -> error, for the ways that failed in that environment
+        parts: from `_played`, without the last one, which is left for `_disturbance`
+        supply: a `_Supply`
+        failures: the `_Failures` that get the errors
+        info_keys: as for `keeper_for`
+    """
+    for name in ways:
+        if name in broken:
+            failures.errors[name] = broken[name]
+            continue
+        try:
+            one = KeptEnv(supply.next(), Keeper(name), info_keys)
+            _check(one, states[name], parts)
+            return name, one
+        except Exception as e:
+            # If an answer differs, as `KeptEnv.repeat` says, the way is wrong. Any other error may
+            # have another reason: a second environment is open in this process.
+            is_wrong_answer = isinstance(e, EnvError) and e.problem.endswith("differs")
+            failures.add([name], e, is_suspect=not is_wrong_answer)
+    return None
+
+
 def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
     """Test all ways to keep an environment.
 
@@ -461,49 +553,27 @@ def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
     Args:
         make: makes a new environment
         envs: list to which the environments are added, which the caller closes
-        why_one: why a process is assumed to have only one environment at a time. Then each
-            environment is closed before the next one is made. None: find out whether a process can
-            have several
+        why_one: why a process is assumed to have only one environment at a time. None: find out
+            whether a process can have several
         seed: as for `keeper_for`, like `n_steps`, `seconds` and `info_keys`
     """
-    only = why_one  # or set below, if a second environment cannot be made
-
-    def new():
-        if only:
-            _close_all(envs)
-        envs.append(make())
-        return envs[-1]
-
-    # Make two environments, to see whether a process can have several.
-    unused = [new()]
-    env = unused[0]
-    if not only:
-        try:
-            unused.append(new())
-        except Exception as e:
-            only = describe_exception(e)
-        else:
-            if getattr(env, "unwrapped", env) is getattr(envs[1], "unwrapped", envs[1]):
-                envs.clear()  # the factory owns this environment, so it is not closed here
-                lent = "the factory makes no environment of its own at each call"
-                return Keeper("none", dict(lent=lent)), None
-
-    def next_env():
-        "An environment that no way has used yet."
-        return unused.pop() if unused else new()
+    supply = _Supply(make, envs, why_one)
+    env, is_lent = supply.begin()
+    if is_lent:
+        envs.clear()  # the factory owns this environment, so it is not closed here
+        lent = "the factory makes no environment of its own at each call"
+        return Keeper("none", dict(lent=lent)), None
 
     first_reset = seed(env) if callable(seed) else dict(seed=seed)
-    failed = {}
-    # The error of the last way that failed; None: other environments are not the reason for it
-    suspect = None
+    failures = _Failures()
     groups = _ways(env)
     if not groups:
         core = type(layers(env)[-1]).__name__
-        failed["processes"] = f"{core} keeps its environments out of reach"
+        failures.errors["processes"] = f"{core} keeps its environments out of reach"
     for ways in groups:
         # One environment takes random actions. If it fails, the reason may be that another one,
         # unused or of an earlier group, is open in this process.
-        env = next_env()
+        env = supply.next()
         try:
             start = time.perf_counter()
             running, parts, states, broken = _played(
@@ -516,32 +586,25 @@ def _test(make, envs, why_one, seed, n_steps, seconds, info_keys):
             )
             step_seconds = (time.perf_counter() - start) / sum(map(_count_steps, parts))
         except Exception as e:
-            suspect = describe_exception(e)
-            failed |= dict.fromkeys(ways, suspect)
+            failures.add(ways, e, is_suspect=True)
             continue
 
-        # For each way, a new environment `one` continues from the state of the first environment.
-        # The first way that is exact is chosen. The last part is left for `_disturbance`.
-        for name in ways:
-            if name in broken:
-                failed[name] = broken[name]
-                continue
-            try:
-                one = KeptEnv(next_env(), Keeper(name), info_keys)
-                _check(one, states[name], parts[:-1])
-            except Exception as e:
-                # If an answer differs, as `KeptEnv.repeat` says, the way is wrong. Any other error
-                # may have another reason: a second environment is open in this process.
-                failed[name] = describe_exception(e)
-                is_wrong_answer = isinstance(e, EnvError) and e.problem.endswith("differs")
-                suspect = None if is_wrong_answer else failed[name]
-                continue
+        # A way is exact if a new environment `one` continues from the state of the first one.
+        exact = _first_exact(ways, states, broken, parts[:-1], supply, failures, info_keys)
+        if exact is None:
+            continue
+
+        # The keeper of this way
+        name, one = exact
+        disturbed = None
+        if not supply.only:
             last = len(parts) - 1
-            disturbed = None if only else _disturbance(running, one, parts, last, make, envs)
-            if name == "copy":
-                name = "+".join(simulators_in(one.kept.parts)) or name
-            return Keeper(name, failed, only, disturbed, step_seconds), None
-    return Keeper("none", failed, only), suspect
+            disturbed = _disturbance(running, one, parts, last, make, envs)
+        if name == "copy":
+            name = "+".join(simulators_in(one.kept.parts)) or name
+        keeper = Keeper(name, failures.errors, supply.only, disturbed, step_seconds)
+        return keeper, None
+    return Keeper("none", failures.errors, supply.only), failures.suspect
 
 
 def keeper_for(
