@@ -316,7 +316,7 @@ class LearnerState(Changing):
         return lacking
 
     def adopt(self) -> None:
-        """Raise `DataError` if the learner has own networks (see `own_parts`) that no optimiser has.
+        """Raise `DataError` if own networks (see `own_parts`) are in no optimiser.
 
         The error names the first of them. A `GradientLearner` raises nothing: it adds their
         parameters to its `optimizer`.

@@ -95,8 +95,9 @@ def check_continued(
         if seq_before is None or seq_before + 1 != seq:
             continue
 
-        # Row 0 repeats the last row if an episode was under way in that row, or had just begun there
-        # (step number 0 after a real step). It does not repeat the row of an environment at rest, or of a whole episode.
+        # Row 0 repeats the last row if an episode was under way in that row, or had just begun
+        # there (step number 0 after a real step). It does not repeat the row of an environment at
+        # rest, or of a whole episode.
         state, term, valid = last_before
         if len(term) != len(first_term):
             continue

@@ -166,8 +166,8 @@ def write_step_numbers(stepno: np.ndarray, fin: np.ndarray) -> None:
     if not fin.any():
         return
 
-    # For each row: the latest row, up to it, in which an episode ended; 0 if there is none. The step
-    # number of that latest row becomes 0, so it is subtracted from the rows after it.
+    # For each row: the latest row, up to it, in which an episode ended; 0 if there is none. The
+    # step number of that latest row becomes 0, so it is subtracted from the rows after it.
     last_end = np.maximum.accumulate(np.where(fin, t, 0))
     stepno[1:] -= np.where(last_end, stepno[0] + last_end, 0)
 

@@ -518,8 +518,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         may_starve = self.reads is None and self.drops_items
 
         stream = None
-        kept = {}  # `keep` fills it
-        self.kept = kept
+        kept_by_this = {}  # what this iteration keeps; `keep` fills it
+        self.kept = kept_by_this
         self.at_start = plain_attributes(self)
         try:
             counted = chain(watch.counted(items), items) if may_starve else items
@@ -550,8 +550,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
                 raise too_long() from e
             raise  # the graph is short, so a pipe has recursed
         finally:
-            # If a newer iteration has begun, `kept` is its dict, and stays.
-            if self.kept is kept:
+            # If a newer iteration has begun, `self.kept` is its dict, and stays.
+            if self.kept is kept_by_this:
                 self.kept = self.at_start = None
             try:
                 close(stream)  # `yield from` closes it only after the first item
