@@ -301,9 +301,8 @@ def discounted_returns(
     )
     tensor_of = dict(zip(optional, others))
 
-    # Where the trace stops after row t, `tail[t]` is in the place of the return of row t+1: it is
-    # V of the state reached if an episode ends, and the bootstrap in the last row. Elsewhere it is
-    # 0.
+    # Where the trace stops after row t, `tail[t]` replaces the return of row t+1. It is V of the
+    # state reached if an episode ends, and the bootstrap in the last row. Elsewhere it is 0.
     tail = torch.zeros_like(r)
     if is_cut is not None and v_tp1 is not None:
         tail = tensor_of["v_tp1"].masked_fill(~is_cut, 0.0)
