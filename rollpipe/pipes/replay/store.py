@@ -144,7 +144,8 @@ class StepLinks:
 
         Args:
             lane: number of the lane
-            seq: number of the fragment; None: unknown, so it follows no other
+            seq: number of the fragment; None: unknown, so it follows no other, unless
+                `episodes_follow` and all of its environments begin an episode
             serial: int64 [B, T]: serial numbers of its steps
             stepno: int64 [T+1, B]: step numbers of its rows
             records: the records in the slots
