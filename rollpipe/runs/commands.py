@@ -173,11 +173,10 @@ def _run_for(args, launch, configured):
     if not earlier:
         return start(folder, config, args.overwrite)
 
-    # The run in the folder continues. It has three configurations: `config` is what the user asks
-    # for now, `earlier.config` is what the user has asked for before, and `newest.config` is that of
-    # the run, whose edits may have changed it. The number of steps, or an option in `_FREE`, gets
-    # its value in `config` if this differs from `earlier.config`. Otherwise it stays as in
-    # `newest.config`.
+    # The run in the folder continues. There are three configurations: `config`, for which the user
+    # asks now; `earlier.config`, for which the user has asked before; and `newest.config`, that of
+    # the run, which edits may have changed. The number of steps, or an option in `_FREE`, gets its
+    # value in `config` if this differs from `earlier.config`. Else it stays as in `newest.config`.
     newest = load_run(folder)
     has_new_steps = config["steps"] != earlier.config["steps"]
     steps = config["steps"] if has_new_steps else newest.config["steps"]

@@ -173,8 +173,8 @@ class Updates:
     """
 
     # `start_clock` sets these times before the first update.
-    begun: float  # when the present update began [s]
-    waiting: float  # since when the learner waits for a batch [s]
+    updating_since: float  # when the present update began [s]
+    waiting_since: float  # since when the learner waits for a batch [s]
 
     def __init__(self, run: Run, observers: Observers | None = None):
         self.run = run
@@ -205,12 +205,12 @@ class Updates:
 
     def start_clock(self) -> None:
         "Begin to measure the time of the first update."
-        self.begun = self.waiting = perf_counter()
+        self.updating_since = self.waiting_since = perf_counter()
 
     def leave_out(self, seconds: float) -> None:
         "Do not count these seconds as time of the next update."
-        self.begun = self.begun + seconds
-        self.waiting = self.waiting + seconds
+        self.updating_since = self.updating_since + seconds
+        self.waiting_since = self.waiting_since + seconds
 
     def update(self, batch: Any) -> dict:
         """Learn from a batch.
@@ -219,7 +219,7 @@ class Updates:
         """
         # Count the new steps. In a replayed batch, only its `fresh` steps are new.
         counters = self.run.counters
-        collected = perf_counter() - self.waiting
+        collected = perf_counter() - self.waiting_since
         fresh = getattr(batch, "fresh", batch)
         if self.is_live:
             new_steps = self.episodes.add(fresh)
@@ -231,8 +231,8 @@ class Updates:
         # Learn from the batch, and count the update.
         metrics = self.make(batch)
         now = perf_counter()
-        duration = now - self.begun
-        self.begun = now
+        duration = now - self.updating_since
+        self.updating_since = now
         counters.update(
             steps=counters["steps"] + new_steps,
             updates=counters["updates"] + 1,
@@ -276,7 +276,7 @@ class Updates:
     def look_when_saved(self) -> None:
         'Show the record to the observers of the stage "saved". Their time does not count.'
         now = perf_counter()
-        self.waiting = now
+        self.waiting_since = now
         self.observers.look("saved", self.record)
         self.leave_out(perf_counter() - now)
 

@@ -143,8 +143,8 @@ _FILLED_LATER = set(
     "low_repr high_repr _char_list _char_index _np_random _np_random_seed _cached_spec".split()
 )
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-# Python has one type for methods and functions that are written in C. Such a function has its module,
-# or None, as `__self__`.
+# Python has one type for methods and functions that are written in C. The `__self__` of such a
+# function is its module, or None.
 _METHOD = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 

@@ -194,16 +194,16 @@ class Observers:
             stage: one of `STAGES`; at the stage "update", their metrics are added to the record
             record: the metrics of an update; this dict is changed at the stage "update"
         """
-        # At the stage "update", metrics go into the record, whose names are taken. Later ones wait
-        # for the next record.
+        # At the stage "update", metrics go into the record, where their names must be new. Later
+        # ones wait for the next record.
         is_open = stage == "update"
         if is_open:
             self.stop = None
         metrics = record if is_open else self.news
-        taken = record if is_open else {}
+        known = record if is_open else {}
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
-            metrics.update(self._metrics_of(observer, answer, taken))
+            metrics.update(self._metrics_of(observer, answer, known))
 
     def take_news(self) -> dict:
         "Return the metrics that wait for the next record, and forget them."
@@ -233,17 +233,17 @@ class Observers:
         counted = {name: counters[name] for name in ("steps", "updates", "seconds")}
         self.look("record", counted | metrics)
 
-    def _metrics_of(self, observer, answer, taken):
+    def _metrics_of(self, observer, answer, known):
         """The metrics in the answer of an observer. Its wishes are noted.
 
         Args:
             observer: the observer
             answer: what it returned
-            taken: metrics whose names are taken
+            known: metrics whose names are taken
         """
         wish = answer if isinstance(answer, Wish) else Wish(answer)
         source = observer.source or f"the observer {type(observer).__name__}"
-        added(taken, wish.metrics, source, observer.taken)  # raises the error for a taken name
+        added(known, wish.metrics, source, observer.taken)  # raises the error for a taken name
         self.save = self.save or wish.save
         if wish.stop and self.stop is None:
             self.stop = str(wish.stop)
