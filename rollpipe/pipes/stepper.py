@@ -105,8 +105,6 @@ class EnvStepper(Acting, Seeded, Source):
             is a multiple of `sticky`
         terminal_obs: keep the last observations of terminated episodes too: `Final`,
             `Step.next_state`
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the
-            info `episode_seed`
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         info_keys: environment infos to record; None: all numeric infos
         seed: determines environments and actions; only if `Lanes` has no seed
@@ -117,6 +115,8 @@ class EnvStepper(Acting, Seeded, Source):
             host
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if
             possible)
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the
+            info `episode_seed`
     """
 
     keeps_items = False
@@ -207,8 +207,9 @@ class EnvStepper(Acting, Seeded, Source):
         if not self.factories:
             for pipe in nodes(self.pipe):
                 holders += vars(pipe).values()
-        for env in instances_in(holders):
-            raise no_copy(Lender(env).name, owner, got, **where)
+        instances = instances_in(holders)
+        if instances:
+            raise no_copy(Lender(instances[0]).name, owner, got, **where)
 
     def _factories_of_iteration(self, items, **where):
         """The factories for one iteration.

@@ -137,14 +137,14 @@ class SharedSums:
             memory.close()
 
 # %% ../../nbs/ranks/01_collectives.ipynb #d781eb53
-def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | None:
+def shared_sums(rank: int, gather: Callable, timeout: float) -> SharedSums | None:
     """Connect the ranks, and make the `SharedSums` of this one.
 
     All ranks call this. If one of them cannot reach another one, all of them get None.
 
     Args:
         rank: the rank of this process
-        gathered: function that all ranks call with one object each; it returns a list of these
+        gather: function that all ranks call with one object each; it returns a list of these
             objects, in the order of the ranks
         timeout: seconds that a sum waits for another rank
 
@@ -159,7 +159,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
             listener = connections.enter_context(Listener(f"{folder}/sums", "AF_UNIX", backlog=128))
         except (OSError, ValueError):
             listener = None
-        addresses = gathered(None if listener is None else listener.address)
+        addresses = gather(None if listener is None else listener.address)
 
         # Each rank connects to the ranks before it. That fails if they are on another machine.
         is_connected = listener is not None
@@ -169,7 +169,7 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
                 peers[other] = connections.enter_context(Client(addresses[other], "AF_UNIX"))
         except (OSError, ValueError, TypeError):
             is_connected = False
-        if not all(gathered(is_connected)):
+        if not all(gather(is_connected)):
             return None
 
         try:
@@ -616,6 +616,7 @@ def _block(agent):
     try:
         timeout = _timeout_of_gloo()
         if timeout is not None:
+            # `_share_sums` calls several collectives. `_call` raises `WorkerError` for all of them.
             _call(_share_sums, timeout)
         check_state(agent)
         if hasattr(agent, "check_ranks"):

@@ -87,6 +87,7 @@ def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.dev
     """
     if device.type != "cuda" or device.index is not None or launched(env) is None:
         return device
+    # Without a `LOCAL_RANK`, this rank gets a GPU only if there is no other one.
     n = torch.cuda.device_count()
     rank = env.get("LOCAL_RANK", "0" if n == 1 else "")
     if rank.isdecimal() and int(rank) < n:

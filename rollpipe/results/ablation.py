@@ -174,13 +174,17 @@ def _fork(branch, steps, quiet):
     # show it: the user may have typed it in another working folder, and both may have been moved.
     equal = equal_up_to(branch.parent, branch.folder, branch.at)
     if got != expected or equal != branch.at:
-        text = "a fork of {} after update {} with noise {} and {}"
         how_far = equal if isinstance(equal, str) else f"equal up to {equal}"
         raise DataError(
             f"{branch.folder} is no such branch",
-            expected=f"{text.format(branch.parent, *expected)}, or another --out",
-            got=f"{text.format(origin.get('run'), *got)}, {how_far}",
+            expected=f"{_fork_text(branch.parent, *expected)}, or another --out",
+            got=f"{_fork_text(origin.get('run'), *got)}, {how_far}",
         )
+
+
+def _fork_text(parent, at, noise, edit):
+    "The words for a fork in a message."
+    return f"a fork of {parent} after update {at} with noise {noise} and {edit}"
 
 
 def _steps_of(run, at, updates):

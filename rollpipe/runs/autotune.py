@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import re
 import shlex
@@ -17,7 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..pipes.data.errors import DataError, describe_exception
-from ..pipes.graph.modules import torch_threads
+from ..pipes.graph.modules import n_cores, torch_threads
 from ..pipes.profiling.profile import check_seconds, profile
 from ..pipes.profiling.report import Profile, share_text
 from ..settings.algorithms import options_for
@@ -25,8 +24,8 @@ from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config, readi
 from ..settings.options import Option, import_words, parse_env_kwargs
 
 # %% auto #0
-__all__ = ['GRID', 'SHORTEST', 'AGAIN', 'NO_TIME', 'profile_config', 'cores', 'settings', 'Trial', 'autotune', 'table_row',
-           'trial_row', 'ranked', 'ranking', 'command_for']
+__all__ = ['GRID', 'SHORTEST', 'AGAIN', 'NO_TIME', 'profile_config', 'settings', 'Trial', 'autotune', 'table_row', 'trial_row',
+           'ranked', 'ranking', 'command_for']
 
 # %% ../../nbs/runs/11_autotune.ipynb #0c121235
 def profile_config(config: dict, seconds: float) -> Profile:
@@ -54,11 +53,6 @@ GRID: dict = dict(
 SHORTEST = 16
 # Number of the fastest settings that are measured a second time, in the last quarter of the time
 AGAIN = 3
-
-
-def cores() -> int:
-    "The number of processor cores that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = None) -> list:
@@ -95,10 +89,10 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         n_copies = setting["n_envs"] * setting["lanes"]
         n_steps, rest = divmod(steps, n_copies)
         setting["n_steps"] = n_steps
-        is_typed = n_steps == typed.get("n_steps", n_steps)
+        fits_typed = n_steps == typed.get("n_steps", n_steps)
         is_long = n_steps >= min(SHORTEST, defaults["n_steps"])
         has_cores = setting["workers"] <= min(setting["lanes"], n_cores)
-        is_possible = is_typed and is_long and has_cores and not rest
+        is_possible = fits_typed and is_long and has_cores and not rest
         if is_possible and setting not in possible:
             possible.append(setting)
 
@@ -171,7 +165,7 @@ def autotune(
     without_workers = {name: value for name, value in given.items() if name != "workers"}
     base = make_config(algorithm, env, options, env_kwargs, **without_workers)
     typed = {**(options or {}), **given}
-    to_try = settings(algorithm, typed, cores(), preset=base["options"])
+    to_try = settings(algorithm, typed, n_cores(), preset=base["options"])
     begin = time.monotonic()
     measured = partial(_measured, algorithm, env, env_kwargs, typed)
 

@@ -131,9 +131,12 @@ def config_from(args: Namespace) -> Resolved:
 # %% ../../nbs/runs/20_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
     "Start or continue a run; if torchrun has started this process, together with the other ranks."
-    # Each rank resolves the options of its command line, once, and only when they are needed.
+    # Each rank resolves the options of its command line, once, and only when they are needed. With
+    # `--resume` there are none, because the run has its own.
     configured = cache(lambda: {} if args.resume else config_from(args))
     with process_group() as launch:
+        # Rank 0 makes the run by `_run_for`. `joint` gives the others a `Follower` of it, after the
+        # ranks have compared their command lines and configurations.
         run = joint(partial(_run_for, args, launch, configured), vars(args), configured)
         if isinstance(run, Follower):
             train(run, progress=False, tensorboard=False)
@@ -170,17 +173,20 @@ def _run_for(args, launch, configured):
     if not earlier:
         return start(folder, config, args.overwrite)
 
-    # The run in the folder continues. Its number of steps is the one on the command line, if that
-    # is new. Otherwise it stays as it is in the run, whose edits may have changed it. The same
-    # holds for the options in `_FREE`.
+    # The run in the folder continues. There are three configurations: `config`, for which the user
+    # asks now; `earlier.config`, for which the user has asked before; and `newest.config`, that of
+    # the run, which edits may have changed. The number of steps, or an option in `_FREE`, gets its
+    # value in `config` if this differs from `earlier.config`. Else it stays as in `newest.config`.
     newest = load_run(folder)
-    stopped = newest.history.stopped
-    is_as_before = earlier.config["steps"] == config["steps"]
-    steps = newest.config["steps"] if is_as_before else config["steps"]
+    has_new_steps = config["steps"] != earlier.config["steps"]
+    steps = config["steps"] if has_new_steps else newest.config["steps"]
     asked = [name for name in _FREE if config.origin(name) in ("typed", "file")]
-    free = {name: config[name] for name in asked if config[name] != earlier.config[name]}
+    new_options = {name: config[name] for name in asked if config[name] != earlier.config[name]}
+
+    # With a number of steps, `resume` would let a run go on that was stopped. So it gets none then.
+    stopped = newest.history.stopped
     if not is_complete(folder, newest._replace(config={**newest.config, "steps": steps})):
-        return resume(folder, None if stopped else steps, **free)  # a run that was stopped stays so
+        return resume(folder, None if stopped else steps, **new_options)
     why = f", and was stopped: {stopped}" if stopped else ""
     print(f"{folder} is complete, with {format_number(earlier.counters['steps'])} steps{why}")
     return None
@@ -199,10 +205,12 @@ def default_folder(config: dict) -> Path:
 def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoint | None:
     """The newest checkpoint of the run in a folder, None if there is no run.
 
-    The configuration that the user has asked for so far must be the required one. It is the
-    `config` of the result. Only the number of steps, options on which no number depends, and the
-    versions of packages may differ. Unless a preset was typed, options from presets may differ,
-    too, and the run keeps its values.
+    The `config` of the result is the configuration that the user has asked for so far. It must be
+    the required one, but may differ in
+
+    - the number of steps, see `is_exact`;
+    - options on which no number depends, and the versions of packages;
+    - options from presets, unless a preset was typed: the run keeps its values.
 
     Args:
         folder: folder of the run
@@ -260,6 +268,8 @@ def _compared(then: Resolved, now: Resolved) -> dict:
     both = {name: (then.get(name), now.get(name)) for name in names}
     if {*needed_modules(then)} == {*needed_modules(now)}:
         both.pop("imports", None)  # a module may be in the list, or in the id of the environment
+
+    # An option of the algorithm that did not exist then is no difference.
     options = then["options"]
     return both | {name: (options.get(name, x), x) for name, x in now["options"].items()}
 

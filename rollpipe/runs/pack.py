@@ -182,11 +182,14 @@ class Contents:
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
-        # Its kind. A list of ticks is a "list of Tick"; any other item has one name, such as
-        # "Fragment", because `names` has each name only once.
-        inner = item if isinstance(item, list) else [item]
-        names = dict.fromkeys(type(x).__name__ for x in (item, *inner))
-        self.kinds[" of ".join(names)] += 1
+        # Its kind, such as "Fragment" or "list of Tick"
+        inner = [item]
+        kind = type(item).__name__
+        if isinstance(item, list):
+            inner = item
+            names = dict.fromkeys(type(x).__name__ for x in (item, *inner))  # each name once
+            kind = " of ".join(names)
+        self.kinds[kind] += 1
         self.forms |= {Form(x): None for x in inner}
 
         # Its steps and, unless the rows are shuffled, its episodes

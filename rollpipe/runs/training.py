@@ -172,6 +172,10 @@ class Updates:
         observers: the observers of the training; None: there are none
     """
 
+    # `start_clock` sets these times before the first update.
+    updating_since: float  # when the present update began [s]
+    waiting_since: float  # since when the learner waits for a batch [s]
+
     def __init__(self, run: Run, observers: Observers | None = None):
         self.run = run
         self.observers = Observers() if observers is None else observers
@@ -189,8 +193,6 @@ class Updates:
         self.is_whole = False  # whether the last update is complete, and not saved yet
         self.record = {}  # the record of the last update
         self.signals = []  # signals that have arrived, on which the ranks have not agreed yet
-        # `start_clock` sets two times [s] before the first update: `begun`, when the present update
-        # began, and `waiting`, since when the learner waits for a batch.
 
     @property
     def accounts(self) -> list:
@@ -203,12 +205,12 @@ class Updates:
 
     def start_clock(self) -> None:
         "Begin to measure the time of the first update."
-        self.begun = self.waiting = perf_counter()
+        self.updating_since = self.waiting_since = perf_counter()
 
     def leave_out(self, seconds: float) -> None:
         "Do not count these seconds as time of the next update."
-        self.begun = self.begun + seconds
-        self.waiting = self.waiting + seconds
+        self.updating_since = self.updating_since + seconds
+        self.waiting_since = self.waiting_since + seconds
 
     def update(self, batch: Any) -> dict:
         """Learn from a batch.
@@ -217,7 +219,7 @@ class Updates:
         """
         # Count the new steps. In a replayed batch, only its `fresh` steps are new.
         counters = self.run.counters
-        collected = perf_counter() - self.waiting
+        collected = perf_counter() - self.waiting_since
         fresh = getattr(batch, "fresh", batch)
         if self.is_live:
             new_steps = self.episodes.add(fresh)
@@ -229,8 +231,8 @@ class Updates:
         # Learn from the batch, and count the update.
         metrics = self.make(batch)
         now = perf_counter()
-        duration = now - self.begun
-        self.begun = now
+        duration = now - self.updating_since
+        self.updating_since = now
         counters.update(
             steps=counters["steps"] + new_steps,
             updates=counters["updates"] + 1,
@@ -274,7 +276,7 @@ class Updates:
     def look_when_saved(self) -> None:
         'Show the record to the observers of the stage "saved". Their time does not count.'
         now = perf_counter()
-        self.waiting = now
+        self.waiting_since = now
         self.observers.look("saved", self.record)
         self.leave_out(perf_counter() - now)
 
@@ -342,6 +344,8 @@ class Updates:
         """
         if not self.record:
             return self.run  # before the first update
+        # The edits of the history that are due have priority. Only if there are none, requests are
+        # answered.
         run = made_again(self.run, self)
         if run is self.run and mailbox is not None and mailbox.waits():
             run = attended(mailbox, self)
@@ -465,7 +469,7 @@ def _train_to_edit(
     # start threads, so they begin after the workers, which may be forked, too. The contexts end in
     # reverse order, also after an error.
     updates = Updates(run, observers)
-    after = run
+    next_run = run
     with (
         ranks.distributed(run.agent, size=run.config.get("ranks", 1)),
         observers.begun(run, "saved"),
@@ -482,8 +486,8 @@ def _train_to_edit(
         # Each turn of the loop is one update. A signal within the inner block takes effect at the
         # end of this block, and then `_saved_at_end` saves the update.
         while updates.goes_on():
-            after = updates.attend(mailbox)
-            if after is not run:
+            next_run = updates.attend(mailbox)
+            if next_run is not run:
                 break
             with uninterrupted(updates.signals) as delay:
                 batch = updates.collect(batches, delay)
@@ -493,16 +497,16 @@ def _train_to_edit(
                 if delay.agree(observers.save):
                     updates.save()
             updates.look_when_saved()
-        observers.end(run.counters, goes_on=after is not run)
+        observers.end(run.counters, goes_on=next_run is not run)
 
     # Without an edit, the run must be over now.
-    if after is run and not is_over(run):
+    if next_run is run and not is_over(run):
         raise DataError(
             "the pipeline ended before the training did",
             expected=f"{run.config['steps']} steps",
             got=f"{run.counters['steps']} steps",
         )
-    return updates.record, after
+    return updates.record, next_run
 
 
 def interruption(run: Run) -> str:
@@ -581,13 +585,13 @@ def train(
         asking = nullcontext() if ranks.rank() else Mailbox(run.folder)  # only rank 0 gets requests
         with GlobalRandomStates(), asking as mailbox:
             while True:
-                run = made_again(run)
+                run = made_again(run)  # with the edits of its history that are due
                 with torch_threads(run.config["threads"]):
-                    last, after = _train_to_edit(run, mailbox, observers, news)
+                    last, next_run = _train_to_edit(run, mailbox, observers, news)
                 record = last or record  # an edited run may stop at once, without a record
-                if after is run:
+                if next_run is run:
                     return record
-                run = after
+                run = next_run
     except Stopped:
         if threading.current_thread() is threading.main_thread():
             raise

@@ -459,8 +459,8 @@ def settings_in(
     parts = {name: values.pop(name, {}) for name in names}
     _check_imports(path, values.pop("imports", []))
 
-    # The options and tables of the file. The configuration of a run also has keys that are neither.
-    # Its preset is None if the run had none.
+    # The options and tables of the file. The configuration of a run also has keys that are neither,
+    # and in it `preset` is None if the run had none.
     is_run = bool(parts["versions"])
     no_options = NO_OPTIONS if is_run else ("algorithm", "env")
     settings = {name: x for name, x in values.items() if name not in no_options}
@@ -473,8 +473,9 @@ def settings_in(
     outside = {name: x for name, x in settings.items() if name not in tables}
     for_all = checked({**outside, **parts["options"]}, known, str(path))
     kwargs = parts["env_kwargs"]
+    # The options of a run already include those of its preset, so no preset is applied again.
     if parts["options"] and is_run:
-        for_all["preset"] = "none"  # the configuration of a run is complete without a preset
+        for_all["preset"] = "none"
 
     # The table for this environment and its kind of actions has priority over these options.
     name = _first_table_for(tables, env, {**kwargs, **(env_kwargs or {})})

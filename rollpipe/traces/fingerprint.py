@@ -143,6 +143,8 @@ _FILLED_LATER = set(
     "low_repr high_repr _char_list _char_index _np_random _np_random_seed _cached_spec".split()
 )
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+# Python has one type for methods and functions that are written in C. The `__self__` of such a
+# function is its module, or None.
 _METHOD = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -386,8 +388,8 @@ class Description:
             # The modules that the module of an environment imports count as well, because one of
             # them may be its physics engine.
             self._note_package(base.__module__)
-            if issubclass(cls, gym.Env):
-                for x in vars(sys.modules.get(base.__module__, object)).values():
+            if issubclass(cls, gym.Env) and base.__module__ in sys.modules:
+                for x in vars(sys.modules[base.__module__]).values():
                     if inspect.ismodule(x):
                         self._note_package(x.__name__)
             if is_installed(base.__module__):
@@ -420,30 +422,29 @@ class Description:
         self.add_all(path, {**parts, **vars(f)})
 
     def _object(self, path, x):
-        "Describe an object by its class, and its attributes or the state that pickle would keep."
+        """Describe an object by its class and its parts.
+
+        The parts are the first of these that the object has:
+
+        - the arguments with which pickle would make it again, if its class tells pickle how;
+        - the result of `__getstate__`, if its class has one and is no environment;
+        - its `attributes`;
+        - the arguments with which pickle would make any object again.
+
+        The object is unknown if it has none of them.
+        """
         kind = type(x)
         parts: Any = attributes(x)
 
-        # If the class has a `__getstate__`, its result counts, because it leaves out attributes
-        # that are computed from others, such as the index of a table.
+        # A `__getstate__` leaves out attributes that are computed from others, such as the index of
+        # a table.
         if _has_getstate(kind) and not isinstance(x, gym.Env):
             parts = dict(state=x.__getstate__())
 
-        # If the class tells pickle how to make the object again, or if there are no other parts,
-        # the arguments of that call count.
-        reduce = copyreg.dispatch_table.get(kind)
-        has_own_reduce = (kind.__reduce__, kind.__reduce_ex__) != (
-            object.__reduce__,
-            object.__reduce_ex__,
-        )
-        if reduce or has_own_reduce or not parts:
-            try:
-                reduced = reduce(x) if reduce else x.__reduce_ex__(2)
-            except Exception:
-                reduced = None
-            if reduced is not None:
-                items = reduced[1:] if isinstance(reduced, tuple) else [reduced]
-                parts = dict(enumerate(_without_caches(items)))
+        if _has_reduce(kind) or not parts:
+            arguments = _arguments_for_pickle(x)
+            if arguments is not None:
+                parts = arguments
             elif not parts:
                 self.leaves[path] = f"{UNKNOWN}: a {kind.__qualname__}"
                 return
@@ -460,6 +461,31 @@ def _has_getstate(kind):
     return getattr(kind, "__getstate__", None) not in (None, getattr(object, "__getstate__", None))
 
 
+def _has_reduce(kind):
+    "Whether a class tells pickle how to make its objects again."
+    if copyreg.dispatch_table.get(kind):
+        return True
+    methods = (kind.__reduce__, kind.__reduce_ex__)
+    return methods != (object.__reduce__, object.__reduce_ex__)
+
+
+def _arguments_for_pickle(x):
+    """The arguments with which pickle would make an object again, number -> argument.
+
+    The state that it would then set is one of them. None: pickle does not support the object.
+    """
+    reduce = copyreg.dispatch_table.get(type(x))
+    try:
+        reduced = reduce(x) if reduce else x.__reduce_ex__(2)
+    except Exception:
+        return None
+    if reduced is None:
+        return None
+    # The first item of a tuple is the function that makes the object. A text is a global name.
+    items = reduced[1:] if isinstance(reduced, tuple) else [reduced]
+    return dict(enumerate(_without_caches(items)))
+
+
 def _without_caches(x):
     """The state that pickle would keep, without the caches of compiled classes.
 
@@ -469,6 +495,7 @@ def _without_caches(x):
         return {key: y for key, y in x.items() if key != "_cache"}
     if type(x) is not tuple:
         return x
+    # An object that has nothing in its cache has no such dict. So a dict that is empty is left out.
     parts = map(_without_caches, x)
     return tuple(y for y in parts if not isinstance(y, dict) or y)
 
@@ -716,24 +743,23 @@ def _add_networks(description):
     """
     described = set()
     while len(described) < len(description.networks):
-        key = next(key for key in description.networks if key not in described)
-        described.add(key)
-        network = description.networks[key]
+        network_name = next(name for name in description.networks if name not in described)
+        described.add(network_name)
+        network = description.networks[network_name]
 
         # The classes and public attributes of its modules
-        name = key.removeprefix("graph/").replace("/", ".")
+        first_part = network_name.removeprefix("graph/").replace("/", ".")
         for place, module in network.named_modules():
-            names = [part for part in ("networks", name, place) if part]
-            path = "/".join(names)
+            path = "/".join(part for part in ("networks", first_part, place) if part)
             description.add(f"{path}/class", type(module))
             description.leaves[path] = type(module).__name__
-            for key, x in vars(module).items():
-                if not key.startswith("_") and key != "training":
-                    description.add(f"{path}/{key}", x)
+            for attribute, x in vars(module).items():
+                if not attribute.startswith("_") and attribute != "training":
+                    description.add(f"{path}/{attribute}", x)
 
         # Its weights
-        for key, x in (*network.named_parameters(), *network.named_buffers()):
-            description.leaves[f"weights/{name}/{key}"] = array_text(x)
+        for weight, x in (*network.named_parameters(), *network.named_buffers()):
+            description.leaves[f"weights/{first_part}/{weight}"] = array_text(x)
 
 
 def _add_versions(description, pipe):

@@ -194,14 +194,16 @@ class Observers:
             stage: one of `STAGES`; at the stage "update", their metrics are added to the record
             record: the metrics of an update; this dict is changed at the stage "update"
         """
-        # At the stage "update" the record is open for metrics. Later ones wait for the next record.
+        # At the stage "update", metrics go into the record, where their names must be new. Later
+        # ones wait for the next record.
         is_open = stage == "update"
         if is_open:
             self.stop = None
-        part = record if is_open else self.news
+        metrics = record if is_open else self.news
+        known = record if is_open else {}
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
-            part.update(self._metrics_of(observer, answer, record if is_open else {}))
+            metrics.update(self._metrics_of(observer, answer, known))
 
     def take_news(self) -> dict:
         "Return the metrics that wait for the next record, and forget them."
@@ -231,17 +233,17 @@ class Observers:
         counted = {name: counters[name] for name in ("steps", "updates", "seconds")}
         self.look("record", counted | metrics)
 
-    def _metrics_of(self, observer, answer, record):
+    def _metrics_of(self, observer, answer, known):
         """The metrics in the answer of an observer. Its wishes are noted.
 
         Args:
             observer: the observer
             answer: what it returned
-            record: metrics whose names are taken
+            known: metrics whose names are taken
         """
         wish = answer if isinstance(answer, Wish) else Wish(answer)
         source = observer.source or f"the observer {type(observer).__name__}"
-        added(record, wish.metrics, source, observer.taken)
+        added(known, wish.metrics, source, observer.taken)  # raises the error for a taken name
         self.save = self.save or wish.save
         if wish.stop and self.stop is None:
             self.stop = str(wish.stop)
@@ -327,7 +329,8 @@ class FlightRecorder(Observer):
         def recorded(batch):
             if self._is_due():
                 self._take_snapshot()
-            # A replayed batch adds its samples to `data` while the learner reads them.
+            # The learner gets the batch, and `data` is held. The samples of a replayed batch are
+            # added to `data` while the learner reads them.
             batch, data = noted(batch)
             self.held.append(data)
             try:

@@ -189,8 +189,8 @@ def _worker_figures(services, since, duration) -> list:
             collected = [x.end - max(x.begin, since) for x in items if x.end > since]
             busy = sum(collected) / duration
 
-            # Finished items wait until this process reads them. Their mean number is the sum of
-            # these times per second.
+            # Finished items wait until this process reads them. Little's law: their mean number is
+            # the sum of their waiting times, per second of the measurement.
             queue = sum(x.received - x.end for x in items) / duration
             figures.append(WorkerFigures(f"worker {worker}", busy, 1 - busy, queue))
     return figures
@@ -316,7 +316,9 @@ def _learner_figures(share) -> StageFigures:
 
 def _with_learner(edges) -> list:
     "The edges of a graph and of a learner, which reads its last pipe."
-    return [*edges, [(len(edges) - 1, True)]]
+    # The learner has one edge: to the last pipe, which is drawn there, see `Drawing`.
+    edge = (len(edges) - 1, True)
+    return [*edges, [edge]]
 
 
 def check_seconds(seconds: float, name: str) -> None:

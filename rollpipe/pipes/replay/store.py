@@ -47,6 +47,16 @@ class _LaneEnd(NamedTuple):
     serial: Any
 
 
+def _code_of(number):
+    "The code of a look-ahead row in an array of slots. It is negative, and slots are not."
+    return -1 - number
+
+
+def _number_of(code):
+    "The number of a look-ahead row, from its code."
+    return -1 - code
+
+
 class StepLinks:
     """For the record in each slot, the slot of the next record.
 
@@ -60,8 +70,8 @@ class StepLinks:
         fin: name of the field that says whether the previous step ended an episode
     """
 
-    # May a new episode follow an ended one of the same lane, although the numbers of fragments do
-    # not say so? True for whole episodes, each of which is a fragment.
+    # May any new episode follow an episode that the same lane has ended? True for a memory of whole
+    # episodes, each of which is a fragment.
     episodes_follow = False
 
     def __init__(self, ring: Ring, dtype: np.dtype, past: list, obs: list, fin: str):
@@ -72,16 +82,16 @@ class StepLinks:
         self.fin = fin
         self.lanes: dict = {}  # lane -> _LaneEnd
 
-        # Slot of the next record, or -1 - (its number in `look_ahead`)
+        # Slot of the next record, or the code of a look-ahead row, see `_code_of`
         self.next = np.zeros(ring.capacity, np.int64)
         self.changes = RowChanges(self.next)
 
     def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
         """The slots of `n` successive rows, int64 `[n, m]`.
 
-        A row in `look_ahead` has -1 - (its number there). Only the last of the rows may be such a
-        row, because no slot follows it. `PendingSegments` sees to this: it offers a segment only
-        when all of its steps are stored.
+        Only the last of the rows may be a look-ahead row, because no slot follows it.
+        `PendingSegments` sees to this: it offers a segment only when all of its steps are stored. A
+        look-ahead row has its code in place of a slot, see `_code_of`.
 
         Args:
             slot: int64 [m]: the first slots
@@ -95,8 +105,9 @@ class StepLinks:
 
     def release(self, slot: np.ndarray) -> None:
         "Release the look-ahead rows after the records in these slots, which will be replaced."
-        number = -1 - self.next[slot]
-        self.look_ahead.release(number[number >= 0])
+        next_slot = self.next[slot]
+        code = next_slot[next_slot < 0]
+        self.look_ahead.release(_number_of(code))
 
     def add(self, serial: np.ndarray, rows: np.ndarray) -> None:
         """Link the successive steps of each environment, and the last step to the row after it.
@@ -108,7 +119,7 @@ class StepLinks:
         slot = self.ring.slot(serial)
         self.next[slot[:, :-1]] = slot[:, 1:]
         last = slot[:, -1]
-        self.next[last] = -1 - self.look_ahead.put(rows)
+        self.next[last] = _code_of(self.look_ahead.put(rows))
         self.changes.mark(slot)
 
     def join(
@@ -124,7 +135,8 @@ class StepLinks:
         They follow if the numbers of the fragments and of the steps do, and if the first new
         observation is the one that the older steps led to. Numbers alone are not enough: they may
         be right by chance in a lane of another recording, or if the columns of a lane were
-        shuffled. With `episodes_follow`, a new episode may follow where the older steps ended one.
+        shuffled. With `episodes_follow`, neither step numbers nor observations are compared in
+        environments where the older steps ended an episode and the new steps begin one.
 
         The first record of the new steps takes the place of the look-ahead row, and gets its
         `past`. The record's own `past` may be wrong: `Fragment.from_steps` does not know it, and a
@@ -132,7 +144,8 @@ class StepLinks:
 
         Args:
             lane: number of the lane
-            seq: number of the fragment; None: unknown, so it follows no other
+            seq: number of the fragment; None: unknown, so it follows no other, unless
+                `episodes_follow` and all of its environments begin an episode
             serial: int64 [B, T]: serial numbers of its steps
             stepno: int64 [T+1, B]: step numbers of its rows
             records: the records in the slots
@@ -156,29 +169,30 @@ class StepLinks:
         Returns True if they follow. Arguments are those of `join`.
         """
         # Some environments still have their last step in the ring. For these: the slots of this
-        # step and of the first new step, and the look-ahead row
+        # step and of the first new step, and the look-ahead row after the last step
         in_ring = end.serial >= self.ring.oldest
         last = self.ring.slot(end.serial[in_ring])
         first = self.ring.slot(serial[in_ring, 0])
-        ahead = self.look_ahead.records[-1 - self.next[last]]
+        ahead = self.look_ahead.records[_number_of(self.next[last])]
 
-        # Step numbers and observations must agree, except where a new episode may follow. The other
-        # environments have their last step no longer in the ring, and its look-ahead row, which had
-        # the observation, was released with it. So only their step numbers are compared, which
-        # `end` has.
+        # What is compared between the older and the new steps of an environment:
+        # - nothing, if a new episode may follow here;
+        # - the step number and the observation, if its last step is in the ring;
+        # - the step number alone, which `end` has, if its last step is no longer in the ring. The
+        #   observation was in the look-ahead row, which was released with this step.
         begins_episode = ahead[self.fin] & (stepno[0, in_ring] == 0)
-        must_agree = ~(begins_episode & self.episodes_follow)
-        compared = np.ones(len(serial), bool)
-        compared[in_ring] = must_agree
+        compare_obs = ~(begins_episode & self.episodes_follow)  # of the environments in `in_ring`
+        compare_stepno = np.ones(len(serial), bool)  # of all environments
+        compare_stepno[in_ring] = compare_obs
 
-        # Without numbers of fragments, steps within an episode may come from anywhere.
-        if seq is None and compared.any():
+        # Steps that continue an episode follow only if the numbers of the fragments say so.
+        if seq is None and compare_stepno.any():
             return False
-        if not np.array_equal(end.stepno[compared], stepno[0, compared]):
+        if not np.array_equal(end.stepno[compare_stepno], stepno[0, compare_stepno]):
             return False
         for field in self.obs:
-            obs = records[field][first[must_agree]]
-            if obs.tobytes() != ahead[field][must_agree].tobytes():
+            obs = records[field][first[compare_obs]]
+            if obs.tobytes() != ahead[field][compare_obs].tobytes():
                 return False
 
         records[self.past][first] = ahead[self.past]
@@ -397,14 +411,14 @@ class StepStore:
             slot: int64 [n]: slots of the first steps
             n_steps: `T`
         """
-        # `clip` reads any record for a negative number; that record is replaced below.
+        # `clip` reads any record for the code of a look-ahead row; that record is replaced below.
         chain = self.links.chain(slot, n_steps + 1)
         records = self.records.take(chain, mode="clip")
 
-        # After the newest step of a lane there is only a look-ahead row, whose number is negative.
+        # After the newest step of a lane there is only a look-ahead row.
         ahead = chain[-1] < 0
         if ahead.any():
-            number = -1 - chain[-1, ahead]
+            number = _number_of(chain[-1, ahead])
             records[-1, ahead] = self.links.look_ahead.records[number]
         hxs = self.hxs.records if self.keep_hx else None
         return self.layout.unpack(records, self.finals.records, hxs)

@@ -374,16 +374,18 @@ class ItemFormat:
     the arrays in the shared memory, and `ArraySpec.entry` is an index in this list.
 
     Args:
-        pickle: pickle of the item or of its containers, without arrays
+        pickle: pickle of the item without arrays, from `pickle_item`; or, with `only_arrays`, of
+            its containers, from `pickle_containers`, in which `ArraySpec`s are the leaves
         size: size of the item's own arrays in the slot [bytes]
         only_arrays: True: the item consists of containers and arrays only
     """
 
     specs: Any  # list of `ArraySpec`; None: the item has more than containers and arrays
-    # The leaves of the next item: new arrays, and None in place of each array that is large or in a
-    # layout. The whole list is None if it is not made yet.
+    # Memory for the next item, which `prepare` allocates before the item arrives. For each leaf it
+    # has a new array, or None if the leaf is large or in a layout. Before `prepare`, the whole list
+    # is None.
     _next_leaves: Any
-    _next_small: list  # those of these leaves into which an array is copied
+    _next_small: list  # those of the new arrays into which an array of the slot is copied
 
     def __init__(self, pickle: bytes, size: int, only_arrays: bool):
         self.pickle = pickle
@@ -392,14 +394,14 @@ class ItemFormat:
         self._next_leaves = None
         self._next_small = []
         if only_arrays:
-            # The leaves of this pickle are `ArraySpec`s, which `pickle_containers` has put there in
-            # place of the arrays. So `unpickle` needs no `get`.
+            # Here the specs are leaves, so `unpickle` needs no `get`.
             self.specs, self.tree = nested.flatten(self.unpickle(None))
-            # Indices of the small arrays in the item's own memory
+
+            # The leaves that get new memory: small arrays in the item's own memory
             self._small_indices = [
                 i for i, spec in enumerate(self.specs) if spec.entry < 0 and spec.size < SMALL
             ]
-            # Empty arrays need no copy.
+            # Those of them that are copied from the slot: all but the empty ones
             self._copied_indices = [i for i in self._small_indices if self.specs[i].size]
             self.viewed_specs = [self.specs[i] for i in self._copied_indices]
             self.small_tensors = all(

@@ -244,7 +244,7 @@ class Coordinator:
 
         # The schedule continues from the state of an earlier iteration. `pending` are the items
         # that were collected then, but not handed out, with None for the end of a lane. If a lane
-        # has ended, no worker gets a request for it, because there the lane would begin again.
+        # has ended, no worker gets a request for it, because the worker would begin the lane again.
         pending = self.state["pending"]
         self.schedule = LaneSchedule(
             len(lanes), seam.group_size, service.lag, service.order, crew.max_pending
@@ -514,8 +514,8 @@ class WorkerLanes(Lanes):
         self.seeded = seeded
         self.coordinator = None
 
-        # Without `set_seed`, torchdata draws no seed for this pipe. The graph without `Lanes` has
-        # no such pipe, so the seeds of all others stay the same.
+        # If the graph had no `Lanes`, all other pipes must get the same seeds as without this pipe.
+        # So torchdata must draw none for it, which it does for each pipe that has a `set_seed`.
         if not seeded:
             self.set_seed = None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -525,7 +525,10 @@ class WorkerLanes(Lanes):
         return f"WorkerLanes(n={self.n}, {workers})"
 
     def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:
-        "As `Lanes.copy`, but a single lane that keeps its seeds is a plain copy."
+        """As `Lanes.copy`, but a single lane that keeps its seeds is a plain copy.
+
+        When such a lane restarts (`again` > 0), it gets new seeds like any other.
+        """
         if self.seeded or again:
             return super().copy(lane, root, again)
         return copy_graph(self.pipe)

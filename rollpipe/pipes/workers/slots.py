@@ -142,7 +142,9 @@ class Slot:
         # lent array is a view of one of them, and keeps it alive.
         own_bytes = None
         layout_bytes = None
-        lent = {}  # id of one of these views -> the view, if an array in it is lent
+        # Those of these views in which an array is lent, by their ids, because arrays have no hash.
+        # Nobody uses the slot any more when they are deleted.
+        lent = {}
 
         def get(spec):
             "The array of this spec: a view if it is lent, else a copy."
@@ -317,7 +319,7 @@ class LayoutEntries(Arena):
 
         Copies `x` into the slot, unless `Arena.empty` has made it there.
         """
-        # `Arena.empty` has made `x` in an entry, so nothing is copied.
+        # If `Arena.empty` has made `x` in an entry, nothing is copied.
         entry, _ = self.find(x)
         if entry >= 0:
             return entry
@@ -481,14 +483,14 @@ class SlotState:
 
     Args:
         layout: places of large arrays
-        n_out: number of items in progress or lent, plus positions that are not taken yet; 0: the
-            slot is free
+        n_open: number of positions whose item was not given back, those without an item included;
+            0: the slot is free
         lent: True: the large arrays of its items are lent; False: they are copied; None: none of
             its items was read yet
     """
 
     layout: Layout
-    n_out: int = 0
+    n_open: int = 0
     lent: bool | None = None
 
 
@@ -536,8 +538,8 @@ class SlotPool:
         while self.returned:
             slot = self.returned.popleft()
             state = self.slot_states[slot]
-            state.n_out -= 1
-            if not state.n_out:
+            state.n_open -= 1
+            if not state.n_open:
                 self.free.append(slot)
 
     def has_room(self) -> bool:
@@ -570,7 +572,7 @@ class SlotPool:
                 if memory is not target.layout_memory:
                     memory.release_pages()
 
-        state.n_out = self.width
+        state.n_open = self.width
         state.lent = None
         state.layout = self.layout
         self.filling = slot
@@ -604,7 +606,7 @@ class SlotPool:
         state = self.slot_states[slot]
         if state.lent is None:
             self._take_back()
-            n_lent = sum(1 for s in self.slot_states if s.lent and s.n_out)
+            n_lent = sum(1 for s in self.slot_states if s.lent and s.n_open)
             state.lent = n_lent < self.max_lent
 
         # If nothing is lent, the item is given back at once. Otherwise that happens when the last
