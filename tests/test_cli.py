@@ -671,7 +671,8 @@ train ppo Qzxvk-v0 => Expected an id of gymnasium's registry; or .*--import MODU
 train ppo Point-v0 --import point.py => --import point.py: a file name .* did you mean point[?] Python looks
 train ppo Point-v0 --import ./sub/point.py => did you mean sub.point[?]
 train ppo Own-v0 => which a module registers .*--import MODULE.*'MODULE:Own-v0'
-train --resume RUN --learning-rate 0.1 => so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet
+train --resume RUN --learning-rate 0.1 => so --learning-rate cannot stand .*which takes --steps, --device, --workers, --address,
+train --resume RUN --learning-rate 0.1 => --workers, --address, --checkpoint-every, --restarts, --quiet
 train --resume RUN --out other => so --out cannot stand beside --resume
 replay nowhere --update 1 => ^error: nowhere: there is no such run
 verify RUN --updates 0 => an integer updates >= 1, got updates=0

@@ -315,7 +315,7 @@ class RemoteWorker:
         grace: seconds from SIGTERM until the worker is killed
     """
 
-    threads = ()  # names of the threads at the fork; none, because nothing is forked
+    other_threads = ()  # names of the threads at the fork; none, because nothing is forked
     pid: Any  # process id on the worker's node; None: the worker has not started
 
     def __init__(self, ray: Any, name: str, options: dict, args: tuple, grace: float):
