@@ -38,6 +38,21 @@ def layer(n_in, n_out, gain=2**0.5):
     return made
 
 
+def greedy_score(env, act):
+    "Mean return of an episode in each of 20 environments; `act(obs)` gives the actions as tensors."
+    envs = gym.vector.SyncVectorEnv([lambda: gym.make(env)] * 20)
+    total = np.zeros(20)
+    obs = envs.reset(seed=1000)[0]
+    alive = np.ones(20, dtype=bool)
+    while alive.any():
+        with torch.no_grad():
+            actions = act(torch.tensor(obs, dtype=torch.float32)).numpy()
+        obs, rew, terminated, truncated, _ = envs.step(actions)
+        total += rew * alive
+        alive &= ~(terminated | truncated)
+    return total.mean()
+
+
 class Agent(nn.Module):
     def __init__(self, n_obs, n_act):
         super().__init__()
@@ -122,17 +137,10 @@ class PPOLoop:
                 self.optimizer.step()
 
     def score(self):
-        envs = gym.vector.SyncVectorEnv([lambda: gym.make(self.env)] * 20)
-        total = np.zeros(20)
-        obs = envs.reset(seed=1000)[0]
-        alive = np.ones(20, dtype=bool)
-        while alive.any():
-            with torch.no_grad():
-                act = self.agent.actor(torch.tensor(obs)).argmax(-1).numpy()
-            obs, rew, terminated, truncated, _ = envs.step(act)
-            total += rew * alive
-            alive &= ~(terminated | truncated)
-        return total.mean()
+        def act(obs):
+            return self.agent.actor(obs).argmax(-1)
+
+        return greedy_score(self.env, act)
 
 
 # SAC
@@ -280,15 +288,8 @@ class SACLoop:
             target.data.copy_(TAU * x.data + (1 - TAU) * target.data)
 
     def score(self):
-        envs = gym.vector.SyncVectorEnv([lambda: gym.make(self.env)] * 20)
-        total = np.zeros(20)
-        obs = envs.reset(seed=1000)[0]
-        alive = np.ones(20, dtype=bool)
-        while alive.any():
-            with torch.no_grad():
-                mean, _ = self.actor(torch.tensor(obs, dtype=torch.float32))
-                act = torch.tanh(mean) * self.actor.scale + self.actor.centre
-            obs, rew, terminated, truncated, _ = envs.step(act.numpy())
-            total += rew * alive
-            alive &= ~(terminated | truncated)
-        return total.mean()
+        def act(obs):
+            mean, _ = self.actor(obs)
+            return torch.tanh(mean) * self.actor.scale + self.actor.centre
+
+        return greedy_score(self.env, act)

@@ -306,6 +306,8 @@ def _has_values(x) -> bool:
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #96cceba2
 _STATES = {
     np.random.Generator: lambda x: repr(x.bit_generator.state),
+    np.random.BitGenerator: lambda x: repr(x.state),
+    np.random.SeedSequence: lambda x: repr(x.state),
     np.random.RandomState: lambda x: repr(x.get_state(legacy=False)),
     random.Random: lambda x: x.getstate(),
     torch.Generator: lambda x: bytes(x.get_state()),

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from ..data.errors import CheckpointError, DataError, EnvError, GraphError, describe
-from ..data.nested import snapshot
 from . import edits
 from .edits import OF_ITERATION, OF_TORCH, Where, nodes, short_repr
-from .modules import Handle, few_threads
+from .modules import Handle, comparable, few_threads
 from .torchdata import IterDataPipe, Mapper, too_long
 from ..keeping.chunks import ChunkFolder
 from ..keeping.plain import GENERATORS, capture, is_dense, name_of, restore_object
@@ -175,43 +174,36 @@ class EditsByClass:
 # Larger arrays and containers are not compared: they are data rather than state, such as the rows
 # of a source. [bytes], [items]
 _LARGE_ARRAY, _LARGE_CONTAINER = 2**20, 1000
+_CONTAINERS = list, tuple, dict, set, deque
 _UNKNOWN = "neither a small plain value nor an array"
 
 
 def plain_attributes(pipe: IterDataPipe) -> dict:
-    """Name -> copy of the value for the attributes of a pipe: numbers, texts, small arrays, random
-    generators, and flat containers of these. Other values are replaced by the same text.
+    """Name -> summary (see `comparable`) of the attributes of a pipe: numbers, texts, small arrays,
+    random generators, and flat containers of these. Other values have the same summary.
 
     The result is empty for pipes of rollpipe, which keep all state by `keep`, and for pipes with a
     `state_dict`, which say themselves what their state is.
     """
     if type(pipe).__module__.startswith("rollpipe.") or hasattr(pipe, "state_dict"):
         return {}
-    names = [name for name in vars(pipe) if name not in _OF_BASE]
-    return {name: _written_down(vars(pipe)[name]) for name in names}
+    attributes = {name: x for name, x in vars(pipe).items() if name not in _OF_BASE}
+    return {name: comparable(_plain_part(x), states=True) for name, x in attributes.items()}
 
 
-def _written_down(x):
-    "A value as text and bytes, which can be compared; `_UNKNOWN` if it is not plain or is large."
-    if x is None or isinstance(x, (bool, int, float, str, np.generic)):
-        return type(x), repr(x)
-    if (isinstance(x, np.ndarray) or is_dense(x)) and x.nbytes <= _LARGE_ARRAY:
-        x = snapshot(x)  # without the memory of an array of which it is a view
-    elif type(x) in (list, tuple, dict, set, deque) and len(x) <= _LARGE_CONTAINER:
+def _plain_part(x, is_member=False):
+    "What is compared of a value, or of a member of a container; `_UNKNOWN` if that is nothing."
+    if isinstance(x, np.ndarray) and x.dtype.hasobject:
+        x = x.ravel().tolist()
+    is_array = isinstance(x, np.ndarray) or is_dense(x)
+    if is_array and x.nbytes <= _LARGE_ARRAY:
+        # `comparable` leaves out parameters, so it gets a plain tensor.
+        return x.detach() if isinstance(x, torch.Tensor) else x
+    if type(x) in _CONTAINERS and len(x) <= _LARGE_CONTAINER and not is_member:
         members = [*x, *x.values()] if isinstance(x, dict) else x
-        return type(x), [_of_container(member) for member in members]
-    elif name_of(type(x)) not in GENERATORS:
-        return _UNKNOWN
-    try:
-        state = capture(x)
-    except EnvError:
-        return _UNKNOWN
-    return state["graph"], state["memory"].numpy().tobytes()
-
-
-def _of_container(x):
-    "As `_written_down`, without the members of a further container."
-    return _UNKNOWN if isinstance(x, (list, tuple, dict, set, deque)) else _written_down(x)
+        return [type(x).__name__, *[_plain_part(member, is_member=True) for member in members]]
+    is_number_or_text = x is None or isinstance(x, (bool, int, float, str, np.generic))
+    return x if is_number_or_text or name_of(type(x)) in GENERATORS else _UNKNOWN
 
 
 class Keeps:
