@@ -133,7 +133,7 @@ class Surroundings:
         networks_before = modules._objects
         reaction_before = signal.getsignal(signal.SIGTERM)
         threads_before = torch.get_num_threads()
-        chose_before = getattr(modules._blocks, "choose", False)  # see `torch_threads`
+        blocks_before = dict(vars(modules._blocks))  # see `torch_threads`
         states_before = GlobalRandomStates()
         process.name = self.name
         modules._objects = self.networks
@@ -144,7 +144,8 @@ class Surroundings:
             self.states.take()
             states_before.put()
             torch.set_num_threads(threads_before)
-            modules._blocks.choose = chose_before
+            vars(modules._blocks).clear()
+            vars(modules._blocks).update(blocks_before)
             signal.signal(signal.SIGTERM, reaction_before)
             modules._objects = networks_before
             process.name = name_before
